@@ -1,0 +1,1 @@
+"""Semantic fusion for JAX: `fuse` rewrites a model by what its operations mean; `explain` says what and why."""

@@ -1,0 +1,1 @@
+"""Studies that use the whole stack: learning-rate sweep, benchmarks."""
