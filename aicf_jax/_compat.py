@@ -1,0 +1,205 @@
+"""The only file of this package that names `jax._src`: one function per fact that no public API offers.
+
+Each is a few lines, was tried on jax 0.10.2, 0.11.2 and 0.12.0.1, and says what it stands in for.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import linear_util as _lu
+from jax._src import source_info_util as _source_info
+from jax._src import util as _util
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend import core as jex
+
+#: Inner jit is called ``pjit`` in one release and ``jit`` in the next.
+JIT_NAMES = frozenset({"jit", "pjit"})
+
+Jaxpr = jex.Jaxpr
+Equation = jex.JaxprEqn
+Literal = jex.Literal
+Var = jex.Var
+DropVar = _core.DropVar
+no_effects = _core.no_effects
+
+
+def open_jaxpr(value: Any) -> tuple[Any, Sequence[Any]] | None:
+    """``(jaxpr, consts)`` of a Jaxpr or ClosedJaxpr, None for anything else.
+
+    jax 0.12 has one class for both, earlier releases two.
+    """
+    if isinstance(value, jex.ClosedJaxpr):
+        return value.jaxpr, value.consts
+    return (value, ()) if isinstance(value, jex.Jaxpr) else None
+
+
+def close_like(old: Any, jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """`jaxpr` in the form `old` has: closed stays closed, open stays open."""
+    return jex.ClosedJaxpr(jaxpr, list(consts)) if isinstance(old, jex.ClosedJaxpr) else jaxpr
+
+
+def make_jaxpr_object(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], effects: Any) -> Any:
+    """A jaxpr without constants from its parts."""
+    return jex.Jaxpr((), list(invars), list(outvars), list(eqns), effects)
+
+
+def new_var(aval: Any) -> Any:
+    return jex.Var(aval)
+
+
+def as_function(jaxpr: Any) -> Any:
+    """A Python function that evaluates a constant-free jaxpr, keeping source lines, name scopes and contexts."""
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
+
+
+def base_value(x: Any) -> Any:
+    """What is left of a tracer when grad, jvp and vmap are peeled off: an array, or the tracer of a staged program."""
+    while isinstance(x, jax.core.Tracer) and not isinstance(x, _pe.DynamicJaxprTracer):
+        inner = getattr(x, "primal", None)
+        if inner is None:
+            inner = getattr(x, "val", None)
+        if inner is None:
+            return x
+        x = inner
+    return x
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_staged(x: Any) -> bool:
+    """Whether `x` belongs to a program that is being traced to a jaxpr (jit, scan, remat, export, ...)."""
+    return isinstance(base_value(x), _pe.DynamicJaxprTracer)
+
+
+def site_of(eqn: Any) -> str:
+    """``file.py:line (function)`` of the user's code that wrote the equation."""
+    traceback = eqn.source_info.traceback
+    frame = _source_info.user_frame(traceback) if traceback is not None else None
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})" if frame else "unknown"
+
+
+def rule_function(params: dict[str, Any], name: str) -> Any:
+    """The user's differentiation rule behind a custom_jvp/custom_vjp parameter.
+
+    Tracing wraps the rule in fresh closures every time; the rule itself sits in a cell of them, named `name` (``"jvp"``,
+    ``"fwd"``). Returns the parameter itself when the nesting is not the known one.
+    """
+    outer = params[next(k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk") if k in params)]
+    todo, seen = [outer], 0
+    while todo and seen < 16:
+        f, seen = todo.pop(), seen + 1
+        if isinstance(f, _lu.WrappedFun):
+            todo.append(f.f)
+        elif isinstance(f, types.FunctionType):
+            for cell_name, value in closure_of(f):
+                if cell_name == name:
+                    return value
+                if isinstance(value, (types.FunctionType, _lu.WrappedFun)):
+                    todo.append(value)
+    return outer
+
+
+def closure_of(f: types.FunctionType) -> list[tuple[str, Any]]:
+    """Names and contents of a function's closure cells; cells not yet filled are left out."""
+    found = []
+    for cell_name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        try:
+            found.append((cell_name, cell.cell_contents))
+        except ValueError:
+            continue
+    return found
+
+
+def wrapped_parts(f: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
+    """``(function, transforms, params)`` of jax's WrappedFun, None for anything else."""
+    return (f.f, tuple(f.transforms), tuple(f.params)) if isinstance(f, _lu.WrappedFun) else None
+
+
+def rule_parts(x: Any) -> tuple[Any, ...] | None:
+    """The parts of jax's own carriers of differentiation rules that decide what they compute, None for other objects."""
+    if isinstance(x, (_lu.Store, _lu.EqualStore)):
+        return ()  # a place for a result of tracing, not an input of it
+    if isinstance(x, (_util.Hashable, _util.Unhashable)):
+        return (x.val,)
+    if isinstance(x, jax.custom_jvp):
+        return (x.fun, x.jvp, x.nondiff_argnums, x.symbolic_zeros)
+    if isinstance(x, jax.custom_vjp):
+        return (x.fun, x.fwd, x.bwd, x.nondiff_argnums, x.symbolic_zeros)
+    return None
+
+
+def traceback_scope(eqn: Any) -> Any:
+    """Context in which newly bound equations inherit an equation's source line and name scope."""
+    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    return _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
+def extended_jit_params(params: dict[str, Any], jaxpr: Any, extra: int) -> dict[str, Any]:
+    """Parameters of an inner jit whose body takes `extra` further leading arguments."""
+    from jax._src.sharding_impls import UNSPECIFIED
+
+    new = dict(params, jaxpr=jaxpr)
+    for name, fill in (("in_shardings", UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)):
+        if name in new:
+            new[name] = (fill,) * extra + tuple(new[name])
+    return new
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether an inner jit says nothing beyond "call this": no shardings, layouts, donation or compiler options."""
+    from jax._src.sharding_impls import UnspecifiedValue
+
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    return (
+        all(isinstance(s, UnspecifiedValue) for s in shardings)
+        and all(layout is None for layout in layouts)
+        and not any(params.get("donated_invars", ()))
+        and not params.get("compiler_options_kvs")
+        and not params.get("keep_unused")
+    )
+
+
+def new_primitive(name: str, multiple_results: bool = False) -> Any:
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = multiple_results
+    return primitive
+
+
+def abstract_result(f: Any, *avals: Any) -> list[Any]:
+    """Types of a function's results, with weak types, shardings and varying manual axes, which `eval_shape` drops."""
+    traced = jax.make_jaxpr(lambda *xs: f(*xs))(*avals)
+    return [v.aval for v in traced.jaxpr.outvars]
+
+
+def trace(f: Any, *avals: Any) -> Any:
+    """A constant-free jaxpr of a function of these types; raises ValueError if the function closes over arrays."""
+    traced = jax.make_jaxpr(lambda *xs: f(*xs))(*avals)
+    jaxpr, consts = open_jaxpr(traced)  # pyright: ignore[reportGeneralTypeIssues]
+    if traced.consts or consts:
+        raise ValueError("expected a function without closed-over arrays")
+    return without_constants(jaxpr)
+
+
+def without_constants(jaxpr: Any) -> Any:
+    """The same jaxpr with its constants as leading arguments."""
+    return make_jaxpr_object([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects)
+
+
+def typeof(x: Any) -> Any:
+    """The abstract type of an array or tracer."""
+    return jax.typeof(x)
+
+
+def new_equation(anchor: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
+    """An effect-free equation with the source line and context of another."""
+    return jex.new_jaxpr_eqn(
+        list(invars), list(outvars), primitive, params, no_effects, anchor.source_info, anchor.ctx
+    )

@@ -1,0 +1,205 @@
+"""The composite backward: derived from the steps of a fused operation, not written for it.
+
+For ``Y = act(X W + b)``, with one shared ``dZ`` in the layout of ``Y``::
+
+    dZ = dY * act'(.)      dX = dZ W^T      dW = X^T dZ      db = sum(dZ)
+
+Each step contributes its own VJP: a product is linear in each operand, casts, layouts and biases are linear, an activation
+multiplies by its derivative. The derivative is evaluated from the *residual*: the result Y where jax's own formula is one of
+the output (relu, tanh, sigmoid), else the input Z, recomputing the rest (gelu, silu, elu, ...). Formulas are jax's, step
+by step, so NaN and infinity appear where they do in the unfused gradient. Order of summation over rows is the compiler's.
+
+The derived backward is traced to a graph, matched, legalized and selected by the same engine as any program (`composite`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from aicf_jax import _compat
+from aicf_jax.ops import FusedOp, Step
+
+
+def evaluate(op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
+    """All slots: the inputs, then the result of each step. These are the user's own equations."""
+    slots = list(inputs)
+    for step in op.steps:
+        slots.append(_run(step, [slots[i] for i in step.operands]))
+    return slots
+
+
+def reference(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+    """The results of the operation, as the unfused program computes them."""
+    slots = evaluate(op, inputs)
+    return tuple(slots[s] for s in op.results)
+
+
+def _run(step: Step, operands: Sequence[Any]) -> Any:
+    (out,) = _compat.as_function(step.body)(*operands)
+    return out
+
+
+def _one_operand(step: Step, operands: Sequence[Any], k: int) -> Any:
+    """The step as a function of operand `k` alone."""
+
+    def f(x: Any) -> Any:
+        return _run(step, [x if i == k else o for i, o in enumerate(operands)])
+
+    return f
+
+
+# -- derivative of a pointwise step ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PointwiseGrad:
+    """``(r, t) -> t * act'(r)``: cotangent and tangent rule of a pointwise step in one. Static parameter of its node."""
+
+    name: str
+    body: Any
+    from_output: bool
+    alpha: float
+    key: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PointwiseGrad) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, r: Any, t: Any) -> Any:
+        if self.from_output:
+            return FROM_OUTPUT[self.name](r, t)
+        (out,) = jax.vjp(lambda z: _compat.as_function(self.body)(z)[0], r)[1](t)
+        return out
+
+
+def _relu_grad(y: Any, t: Any) -> Any:
+    return jax.lax.select(y > 0, t, jnp.zeros_like(t))
+
+
+def _tanh_grad(y: Any, t: Any) -> Any:
+    return (t + t * y) * (jnp.ones_like(y) - y)
+
+
+def _sigmoid_grad(y: Any, t: Any) -> Any:
+    return t * y * (jnp.ones_like(y) - y)
+
+
+#: Derivatives as functions of the output, the formulas jax uses for these functions.
+FROM_OUTPUT = {"relu": _relu_grad, "tanh": _tanh_grad, "sigmoid": _sigmoid_grad}
+
+
+def pointwise_grad(op: FusedOp) -> PointwiseGrad | None:
+    """The derivative of the operation's activation, None when it has none."""
+    for k, step in enumerate(op.steps):
+        if step.role == "pointwise":
+            alpha = op.blob.unpack().get("alpha", 0.0)
+            return PointwiseGrad(step.name, step.body, step.from_output, float(alpha), (op.key[k], op.blob))  # pyright: ignore[reportArgumentType]
+    return None
+
+
+activation_grad_p = _compat.new_primitive("activation_grad")
+activation_grad_p.def_impl(lambda r, t, *, grad: _jitted_grad(grad)(r, t))
+activation_grad_p.def_abstract_eval(lambda r, t, *, grad: _compat.abstract_result(grad, r, t)[0])
+mlir.register_lowering(activation_grad_p, mlir.lower_fun(lambda r, t, *, grad: grad(r, t), multiple_results=False))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted_grad(grad: PointwiseGrad) -> Any:
+    return jax.jit(grad)
+
+
+def _grad_jvp(primals: Any, tangents: Any, *, grad: PointwiseGrad) -> Any:
+    return jax.jvp(grad, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _grad_batch(args: Any, dims: Any, *, grad: PointwiseGrad) -> Any:
+    return jax.vmap(grad, in_axes=tuple(dims))(*args), 0
+
+
+ad.primitive_jvps[activation_grad_p] = _grad_jvp
+batching.primitive_batchers[activation_grad_p] = _grad_batch
+
+
+# -- tangent and cotangent of the composition -----------------------------------------------------------
+
+
+def tangent(op: FusedOp, inputs: Sequence[Any], residual: Any, tangents: dict[int, Any]) -> Any:
+    """Forward mode: the tangent of the first result, step by step from the residual. Linear in `tangents`.
+
+    Args:
+      inputs: the operation's inputs (values are read only where a product needs them).
+      residual: the value of slot ``op.residual``, None when there is none.
+      tangents: input slot -> tangent; a missing slot has none.
+    """
+    slots: dict[int, Any] = dict(tangents)
+    n = len(op.in_avals)
+    for k, step in enumerate(op.steps):
+        terms = []
+        if step.role == "bilinear":
+            operands = [inputs[i] for i in step.operands]
+            terms = [_one_operand(step, operands, j)(slots[i]) for j, i in enumerate(step.operands) if i in slots]
+        elif step.role == "pointwise":
+            grad = pointwise_grad(op)
+            terms = [grad(residual, slots[i]) for i in step.operands if grad is not None and i in slots]
+        elif any(i in slots for i in step.operands):
+            avals = [v.aval for v in step.body.invars]
+            terms = [_run(step, [slots.get(i, _zeros(a)) for i, a in zip(step.operands, avals, strict=True)])]
+        if terms:
+            slots[n + k] = functools.reduce(jnp.add, terms)
+    out = slots.get(op.results[0])
+    return _zeros(op.out_avals[0]) if out is None else out
+
+
+def _zeros(aval: Any) -> Any:
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def cotangent(op: FusedOp, inputs: Sequence[Any], residual: Any, ct: Any, wanted: Sequence[int]) -> list[Any]:
+    """Reverse mode: cotangents of the input slots in `wanted`, each intermediate cotangent computed once."""
+    n, needed = len(op.in_avals), _depends_on(op, wanted)
+    cts: dict[int, Any] = {op.results[0]: ct}
+    for k in reversed(range(len(op.steps))):
+        step, out = op.steps[k], cts.get(n + k)
+        if out is None:
+            continue
+        for slot, term in _step_cotangents(op, step, inputs, residual, out, needed):
+            cts[slot] = term if slot not in cts else cts[slot] + term
+    return [cts[i] if i in cts else _zeros(op.in_avals[i]) for i in wanted]
+
+
+def _step_cotangents(
+    op: FusedOp, step: Step, inputs: Sequence[Any], residual: Any, ct: Any, needed: set[int]
+) -> list[tuple[int, Any]]:
+    """``(slot, cotangent)`` of each needed operand of one step."""
+    avals = [v.aval for v in step.body.invars]
+    positions = [j for j, slot in enumerate(step.operands) if slot in needed]
+    if step.role == "pointwise":
+        return [(step.operands[0], activation_grad_p.bind(residual, ct, grad=pointwise_grad(op)))]
+    if step.role == "linear":
+        terms = jax.linear_transpose(lambda *xs: _run(step, xs), *avals)(ct)
+        return [(step.operands[j], terms[j]) for j in positions]
+    operands = [inputs[i] for i in step.operands]
+    return [
+        (step.operands[j], jax.linear_transpose(_one_operand(step, operands, j), avals[j])(ct)[0]) for j in positions
+    ]
+
+
+def _depends_on(op: FusedOp, wanted: Sequence[int]) -> set[int]:
+    """Slots through which a wanted input reaches the result."""
+    reached, n = set(wanted), len(op.in_avals)
+    for k, step in enumerate(op.steps):
+        if reached.intersection(step.operands):
+            reached.add(n + k)
+    return reached

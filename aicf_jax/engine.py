@@ -1,0 +1,216 @@
+"""The six stages on one program, and on every program inside it.
+
+The engine knows no pattern, no operation and no kernel: it runs what the `Context` holds. Bodies of jit, scan, while,
+cond, remat, shard_map and custom derivative calls are entered first and rewritten on their own; the construct is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from aicf_jax import _compat, autodiff, legality, primitives
+from aicf_jax.errors import Refusal
+from aicf_jax.flags import PRIMITIVE_FLAGS, OpFlags
+from aicf_jax.graph import Graph, build
+from aicf_jax.kernels import Kernel
+from aicf_jax.normalize import normalize
+from aicf_jax.ops import FusedOp
+from aicf_jax.pattern import Match, Pattern, match, near_miss
+from aicf_jax.plan import ExecPlan, linearize
+from aicf_jax.policy import Policy
+from aicf_jax.rewrite import region, rewrite
+from aicf_jax.select import is_left_to_xla, select
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What may be done: the caller's policy, patterns and kernels. Hashable; part of every cache key."""
+
+    policy: Policy
+    patterns: tuple[Pattern, ...]
+    kernels: tuple[Kernel, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """One rewrite: the pattern that found it and the operation it became. `times`: call sites of the program it is in."""
+
+    pattern: str
+    op: FusedOp
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A program after the six stages, with what was done and what was not."""
+
+    jaxpr: Any
+    plan: ExecPlan
+    graph: Graph
+    fusions: tuple[Fused, ...]
+    refusals: tuple[Refusal, ...]
+
+
+class Engine:
+    """One run over a program; nested programs that occur more than once are rewritten once."""
+
+    def __init__(self, context: Context):
+        self.context = context
+        self._memo: dict[int, tuple[Any, Rewritten]] = {}
+
+    def rewrite(self, jaxpr: Any) -> Rewritten:
+        """The rewritten program. Its variables, arguments, results and effects are those of `jaxpr`."""
+        memo = self._memo.get(id(jaxpr))
+        if memo is None:
+            # The jaxpr is kept beside the result: an id is only meaningful while its object lives.
+            memo = self._memo[id(jaxpr)] = (jaxpr, self._rewrite(jaxpr))
+        return memo[1]
+
+    def _rewrite(self, jaxpr: Any) -> Rewritten:
+        fusions: list[Fused] = []
+        refusals: list[Refusal] = []
+        eqns = [self._enter(eqn, fusions, refusals) for eqn in jaxpr.eqns]
+        inner = jaxpr.replace(eqns=eqns)
+        bare = _compat.without_constants(inner)
+        graph = normalize(build(bare).verify()).verify()
+        graph, found, refused = self._fuse(graph)
+        fused_eqns = {i: _equation(graph, i) for i, n in enumerate(graph.nodes) if n.payload is not None}
+        plan = linearize(graph, fused_eqns)
+        new = jaxpr.replace(eqns=list(plan.eqns))
+        return Rewritten(new, plan, graph, (*fusions, *found), (*refusals, *refused))
+
+    def _enter(self, eqn: Any, fusions: list[Fused], refusals: list[Refusal]) -> Any:
+        """The equation with the programs in its parameters rewritten."""
+        if not PRIMITIVE_FLAGS.get(eqn.primitive.name, OpFlags.NONE) & OpFlags.IS_CONTROL_FLOW and (
+            eqn.primitive.name != "custom_jvp_call"
+        ):
+            return eqn
+        changed = {}
+        for name, value in eqn.params.items():
+            new = self._parameter(value, fusions, refusals)
+            if new is not value:
+                changed[name] = new
+        return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+    def _parameter(self, value: Any, fusions: list[Fused], refusals: list[Refusal]) -> Any:
+        if isinstance(value, (tuple, list)):
+            new = [self._parameter(v, fusions, refusals) for v in value]
+            return type(value)(new) if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        opened = _compat.open_jaxpr(value)
+        if opened is None:
+            return value
+        jaxpr, consts = opened
+        done = self.rewrite(jaxpr)
+        refusals.extend(done.refusals)
+        if not done.fusions:
+            return value  # the very object, so that what jax has cached for it stays valid
+        fusions.extend(done.fusions)
+        return _compat.close_like(value, done.jaxpr, consts)
+
+    # -- stages 3 to 6 on one graph ---------------------------------------------------------------------
+    def _fuse(self, graph: Graph) -> tuple[Graph, list[Fused], list[Refusal]]:
+        found: list[Fused] = []
+        refused: list[Refusal] = []
+        settled: set[tuple[int, str]] = set()
+        for pattern in self.context.patterns:
+            anchors = [i for i, f in enumerate(graph.flag_list) if pattern.sequence[0].accepts(f)]
+            for start in anchors:
+                key = (start, pattern.rewrite.name)
+                if key in settled:
+                    continue
+                new, fusion, refusals = self._at(graph, pattern, start)
+                refused.extend(refusals)
+                if fusion is not None:
+                    graph = new
+                    found.append(fusion)
+                if fusion is not None or refusals:
+                    settled.add(key)
+        return graph, found, refused
+
+    def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Graph, Fused | None, list[Refusal]]:
+        hit = match(graph, pattern, start)
+        if hit is None:
+            refusal = near_miss(graph, pattern, start)
+            return graph, None, [refusal] if refusal is not None else []
+        refusal = legality.check(hit, self.context.policy)
+        if refusal is not None:
+            return graph, None, [refusal]
+        return self._promote(hit)
+
+    def _promote(self, hit: Match) -> tuple[Graph, Fused | None, list[Refusal]]:
+        found = region(hit, self.context)
+        op, refusals = select(found.op, hit.pattern.name)
+        graph = rewrite(hit, found, op).verify()
+        return graph, Fused(hit.pattern.name, op), list(refusals)
+
+
+def _equation(graph: Graph, position: int) -> Any:
+    node = graph.nodes[position]
+    anchor = graph.eqn(node.covers[0])
+    atoms = graph.values
+    return _compat.new_equation(
+        anchor,
+        [atoms[v].atom for v in node.inputs],
+        [atoms[v].atom for v in node.outputs],
+        primitives.fused_p,
+        {"op": node.payload, "residual": False},
+    )
+
+
+# -- programs the primitives ask for --------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def batched_program(op: FusedOp, residual: bool, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Any:
+    """The equations of an operation under ``vmap``, sent through the engine again."""
+    import jax
+
+    f = jax.vmap(lambda *xs: primitives._results(op, xs, residual, None), in_axes=dims)
+    jaxpr = _compat.trace(f, *avals)
+    return _compat.as_function(Engine(op.context).rewrite(jaxpr).jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
+    """A derived backward: its graph after the engine, and the program that computes the wanted cotangents."""
+
+    rewritten: Rewritten
+    names: tuple[str, ...]
+    wanted: tuple[int, ...]
+    has_residual: bool
+
+    def __call__(self, inputs: Sequence[Any], residual: Any, ct: Any) -> list[Any]:
+        saved = [residual] if self.has_residual else []
+        return _compat.as_function(self.rewritten.jaxpr)(*inputs, *saved, ct)
+
+
+@functools.lru_cache(maxsize=512)
+def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
+    """The composite backward of an operation for some of its inputs, matched and selected like any program."""
+    saved = [] if op.residual is None else [_slot_aval(op, op.residual)]
+    n = len(op.in_avals)
+
+    def f(*args: Any) -> list[Any]:
+        return autodiff.cotangent(op, args[:n], args[n] if saved else None, args[-1], wanted)
+
+    jaxpr = _compat.trace(f, *op.in_avals, *saved, op.out_avals[0])
+    engine = Engine(op.context)
+    done = engine.rewrite(jaxpr)
+    if all(is_left_to_xla(fusion.op) for fusion in done.fusions):
+        # Nothing gained by an operation that stands for its own equations: keep them visible to further transformations.
+        done = dataclasses.replace(done, jaxpr=jaxpr)
+    residual_name = () if not saved else ("Y",) if op.residual in op.results else ("Z",)
+    return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted, bool(saved))
+
+
+def _slot_aval(op: FusedOp, slot: int) -> Any:
+    n = len(op.in_avals)
+    return op.in_avals[slot] if slot < n else op.steps[slot - n].body.outvars[0].aval
+
+
+def _input_names(op: FusedOp) -> tuple[str, ...]:
+    given = op.semantic.names
+    return tuple(given[i] if i < len(given) else f"in{i}" for i in range(len(op.in_avals)))

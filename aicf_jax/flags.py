@@ -1,0 +1,115 @@
+"""64-bit fingerprints: what an operation is, and what the graph around it allows.
+
+Every node of a `Graph` carries one `OpFlags` value; a graph keeps them in one ``numpy.uint64`` array. Bits 0-31 are
+*static* (a function of the primitive and its parameters), bits 32-63 are *derived* (a function of the neighbours).
+Matching is `has`: two AND operations and two comparisons per test, whatever the pattern. A primitive without a row in
+`PRIMITIVE_FLAGS` is opaque: it is executed as written and never fused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class OpFlags(enum.IntFlag):
+    """One bit per property. The values are part of the contract: golden prints and tuning caches contain them."""
+
+    NONE = 0
+    # -- static: the operation itself -----------------------------------------------------------------
+    IS_GEMM_LIKE = 1 << 0
+    IS_ELEMENTWISE = 1 << 1
+    IS_ACTIVATION = 1 << 2
+    HAS_PARAM = 1 << 3
+    IS_REDUCTION = 1 << 4
+    IS_NORMALIZATION = 1 << 5
+    IS_SOFTMAX = 1 << 6
+    IS_MASK = 1 << 7
+    IS_SCALE = 1 << 8
+    IS_CONV = 1 << 9
+    IS_BIAS = 1 << 10
+    IS_CAST = 1 << 11
+    IS_LAYOUT = 1 << 12
+    IS_BROADCAST = 1 << 13
+    IS_CONTROL_FLOW = 1 << 14
+    IS_BATCHED = 1 << 15
+    IS_ACTIVATION_GRAD = 1 << 16
+    IS_BIAS_GRAD = 1 << 17
+    IS_NEAR_ACTIVATION = 1 << 18
+    IS_FUSED = 1 << 19
+    IS_JOIN = 1 << 20
+    HAS_EFFECT = 1 << 30
+    IS_NOP = 1 << 31
+    # -- derived: the graph around it -----------------------------------------------------------------
+    SAFE_NODE = 1 << 32
+    ESCAPES = 1 << 33
+    DTYPE_F64 = 1 << 34
+    DTYPE_F32 = 1 << 35
+    DTYPE_BF16 = 1 << 36
+    DTYPE_F16 = 1 << 37
+    LAYOUT_CONTIG = 1 << 38
+
+
+STATIC_MASK = OpFlags((1 << 32) - 1)
+
+_E = OpFlags.IS_ELEMENTWISE
+
+#: primitive name -> static bits. This is the only place where operations are told apart by name.
+PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
+    **dict.fromkeys(
+        "abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf erf_inv erfc eq exp exp2 expm1 "
+        "floor ge gt integer_pow is_finite le log log1p logistic lt max min ne neg nextafter not or and xor pow real "
+        "rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh copy copy_p stop_gradient".split(),
+        _E,
+    ),
+    "add": _E | OpFlags.IS_JOIN,
+    "add_any": _E | OpFlags.IS_JOIN,
+    "mul": _E | OpFlags.IS_JOIN,
+    "custom_jvp_call": _E,
+    "convert_element_type": _E | OpFlags.IS_CAST,
+    "broadcast_in_dim": OpFlags.IS_BROADCAST,
+    "reshape": OpFlags.IS_LAYOUT,
+    "transpose": OpFlags.IS_LAYOUT,
+    "squeeze": OpFlags.IS_LAYOUT,
+    "expand_dims": OpFlags.IS_LAYOUT,
+    "activation_grad": OpFlags.IS_ACTIVATION_GRAD | _E,
+    "fused": OpFlags.IS_FUSED,
+    "fused_tangent": OpFlags.IS_FUSED,
+    "dot_general": OpFlags.IS_GEMM_LIKE | OpFlags.HAS_PARAM,
+    "conv_general_dilated": OpFlags.IS_CONV | OpFlags.HAS_PARAM,
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax".split(),
+        OpFlags.IS_REDUCTION,
+    ),
+    **dict.fromkeys(
+        "jit pjit scan while cond remat remat2 checkpoint closed_call core_call custom_vjp_call custom_vjp_call_jaxpr "
+        "shard_map".split(),
+        OpFlags.IS_CONTROL_FLOW,
+    ),
+}
+
+_DTYPE_FLAGS: Mapping[np.dtype, OpFlags] = {
+    np.dtype(np.float64): OpFlags.DTYPE_F64,
+    np.dtype(np.float32): OpFlags.DTYPE_F32,
+    np.dtype(jnp.bfloat16): OpFlags.DTYPE_BF16,
+    np.dtype(np.float16): OpFlags.DTYPE_F16,
+}
+
+
+def dtype_flags(dtype: object) -> OpFlags:
+    """The derived dtype bit of a result type, `OpFlags.NONE` for types no kernel speaks of (ints, keys, ...)."""
+    return _DTYPE_FLAGS.get(dtype, OpFlags.NONE)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def has(flags: int, require: int, forbid: int = 0) -> bool:
+    """``flags & require == require and flags & forbid == 0``: the whole matching test."""
+    return flags & require == require and not flags & forbid
+
+
+def describe(flags: int) -> str:
+    """``GEMM_LIKE|HAS_PARAM|SAFE_NODE``: set bits by name, without the ``IS_`` prefix, lowest first."""
+    names = [(f.name or "").removeprefix("IS_") for f in OpFlags if f.value and f.value & flags == f.value]
+    return "|".join(names) or "-"

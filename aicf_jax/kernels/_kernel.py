@@ -1,0 +1,80 @@
+"""`Kernel`: one implementation of a fused operation, and what it is capable of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+from aicf_jax.policy import NUMERICS, TARGETS
+
+
+class _Any:
+    """Contains everything."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "ANY"
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Any)
+
+
+#: A capability without limits.
+ANY: Any = _Any()
+
+#: Name of the candidate that is always there: the operation's own equations, compiled by XLA.
+XLA = "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One implementation.
+
+    Attributes:
+      name: unique; `Fusion.kernel`.
+      op: name of the operation it implements.
+      platforms: lowering platforms it runs on, e.g. ``("cpu",)`` or ``("cuda",)``.
+      capabilities: requirement name -> accepted values. An operation's requirement is met when its value is in the
+        collection; a requirement that is not named here is not met.
+      run: ``run(op, *inputs) -> results`` as a tuple, one array for each of ``op.results``. Traced by jax, once per
+        operation and platform.
+      numerics: class of its results against the operation's equations, see `Policy`.
+      deterministic: the same inputs give the same bits on every run.
+      cost_bytes: `FusedOp` -> bytes it moves between memory and chip; None means "inputs and results once".
+
+    Raises:
+      ValueError: naming the attribute, what was expected, what was found.
+    """
+
+    name: str
+    op: str
+    platforms: tuple[str, ...]
+    capabilities: Mapping[str, Collection[Hashable]]
+    run: Callable[..., tuple[Any, ...]]
+    numerics: str = "reassociated"
+    deterministic: bool = True
+    cost_bytes: Callable[[Any], int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == XLA or not self.name:
+            raise ValueError(f"Kernel(name=...): expected a name other than {XLA!r}, found {self.name!r}")
+        known = set(TARGETS.values())
+        if not self.platforms or set(self.platforms) - known:
+            raise ValueError(f"Kernel({self.name!r}, platforms=...): expected some of {known}, found {self.platforms}")
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}")
+        if not callable(self.run):
+            raise TypeError(f"Kernel({self.name!r}, run=...): expected a function, found {self.run!r}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.op, self.platforms))
+
+    def unmet(self, requirements: Mapping[str, Hashable]) -> dict[str, Hashable]:
+        """The requirements this kernel does not meet: requirements are a subset of capabilities when it is empty."""
+        return {k: v for k, v in requirements.items() if k not in self.capabilities or v not in self.capabilities[k]}

@@ -1,0 +1,17 @@
+"""The fused operations: what each means, what it may contain, and how its attributes are packed.
+
+One module an operation, each exporting ``OP``; ``ops.gemm_epilogue`` is that module's constant.
+"""
+
+from __future__ import annotations
+
+from aicf_jax.ops._semantic import FusedOp, SemanticOp, Step
+from aicf_jax.registry import discover, unique
+
+__all__ = ["OPS", "FusedOp", "SemanticOp", "Step"]
+
+#: Every operation by name.
+OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "OP"), "name")}
+
+gemm_epilogue: SemanticOp = OPS["gemm_epilogue"]
+gemm_epilogue_grad: SemanticOp = OPS["gemm_epilogue_grad"]

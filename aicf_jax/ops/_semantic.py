@@ -1,0 +1,131 @@
+"""`SemanticOp`, the kind of a fused operation, and `FusedOp`, one instance of it in a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from aicf_jax.attrs import AttrBlob, Schema
+from aicf_jax.errors import Refusal
+from aicf_jax.policy import NUMERICS
+
+
+def _no_check(match: Any) -> Refusal | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class SemanticOp:
+    """What a family of rewrites produces.
+
+    Attributes:
+      name: as in reports and in ``Report.count``.
+      schema: layout of its `AttrBlob`.
+      attributes: match -> attribute values, one for each field of the schema.
+      check: match -> `Refusal` or None; the legality rules only this operation knows.
+      requirements: `FusedOp` -> what a kernel must be capable of.
+      numerics: the class of the rewrite, see `Policy`.
+      names: names of the region's inputs in prints of the backward, by position.
+    """
+
+    name: str
+    schema: Schema
+    attributes: Callable[[Any], Mapping[str, object]]
+    requirements: Callable[[Any], Mapping[str, Hashable]]
+    check: Callable[[Any], Refusal | None] = _no_check
+    numerics: str = "reassociated"
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ValueError(
+                f"SemanticOp({self.name!r}, numerics=...): expected one of {list(NUMERICS)}, found {self.numerics!r}"
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.schema))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One canonical operation inside a fused one.
+
+    Attributes:
+      role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its operands),
+        ``"pointwise"`` (a function of each element of its one operand).
+      name: the canonical operation, e.g. ``"gelu_tanh"``.
+      body: jaxpr from the operands to the result: the user's own equations.
+      operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's result.
+      from_output: a pointwise step whose derivative is a function of its result.
+    """
+
+    role: str
+    name: str
+    body: Any
+    operands: tuple[int, ...]
+    from_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedOp:
+    """One fused operation. Equal and hashed by attributes, structure and choices, so equal programs share jax's caches.
+
+    Attributes:
+      semantic: its kind.
+      blob: packed attributes.
+      steps: the composition it stands for, in order.
+      results: slots that are results of the operation; the first is the end of the chain.
+      in_avals: types of the inputs.
+      key: structural key of the equations.
+      context: policy, patterns and kernels it was made under.
+      choices: (platform, kernel name) for every platform it may be lowered to.
+      site: the user's source line; not part of equality.
+    """
+
+    semantic: SemanticOp
+    blob: AttrBlob
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+    in_avals: tuple[Any, ...]
+    key: Hashable
+    context: Any
+    choices: tuple[tuple[str, str], ...] = ()
+    site: str = ""
+
+    def _identity(self) -> tuple[Hashable, ...]:
+        return (self.semantic.name, self.blob, self.key, self.results, self.choices, self.context)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, FusedOp) and self._identity() == other._identity())
+
+    def __hash__(self) -> int:
+        return hash((self.semantic.name, self.blob, self.key))
+
+    def __repr__(self) -> str:
+        return f"{self.semantic.name}({self.blob})"
+
+    @property
+    def out_avals(self) -> tuple[Any, ...]:
+        n = len(self.in_avals)
+        return tuple(self.steps[s - n].body.outvars[0].aval for s in self.results)
+
+    @property
+    def residual(self) -> int | None:
+        """The slot the derivative is computed from, besides the inputs; None for operations linear in each input.
+
+        The result itself where the activation's derivative is a function of it (nothing further is kept alive), else
+        the activation's input.
+        """
+        n = len(self.in_avals)
+        for k, step in enumerate(self.steps):
+            if step.role == "pointwise":
+                return n + k if step.from_output else step.operands[0]
+        return None
+
+    def with_choices(self, choices: tuple[tuple[str, str], ...]) -> FusedOp:
+        return dataclasses.replace(self, choices=choices)
+
+    def requirements(self) -> Mapping[str, Hashable]:
+        """What a kernel must be capable of; see `select`."""
+        return self.semantic.requirements(self)

@@ -1,0 +1,88 @@
+"""``gemm_epilogue``: ``Y = act(A @ B + b)`` in one operation.
+
+Shapes: ``A [..., M, K]``, ``B [K, N]`` (or batched, or with several feature dimensions), ``b`` broadcast along everything
+but the features. Accumulation: as in the equations it stands for (``preferred_element_type``, float32 for low-precision
+operands). Memory moved by one kernel: ``A``, ``B``, ``b`` read once, ``Y`` written once; as written, the product and the
+biased product are each written and read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from aicf_jax.attrs import Field, Schema
+from aicf_jax.errors import Refusal
+from aicf_jax.flags import OpFlags
+from aicf_jax.legality import refuse
+from aicf_jax.ops._semantic import FusedOp, SemanticOp
+from aicf_jax.pattern import Match
+
+ACTIVATIONS = (
+    "none",
+    "relu",
+    "gelu_exact",
+    "gelu_tanh",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "elu",
+    "leaky_relu",
+    "softplus",
+)
+
+SCHEMA = Schema(
+    kind_id=1,
+    schema_id=1,
+    fields=(
+        Field("trans_a", "int"),
+        Field("trans_b", "int"),
+        Field("activation", "enum", ACTIVATIONS),
+        Field("has_bias", "int"),
+        Field("batched", "int"),
+        Field("alpha", "float"),
+    ),
+)
+
+
+def _attributes(match: Match) -> Mapping[str, object]:
+    gemm = match.first(OpFlags.IS_GEMM_LIKE)
+    activation = match.first(OpFlags.IS_ACTIVATION)
+    assert gemm is not None  # every pattern of this operation is anchored at one
+    return {
+        "trans_a": int(gemm.attr("trans_a")),
+        "trans_b": int(gemm.attr("trans_b")),
+        "activation": activation.op if activation else "none",
+        "has_bias": int(match.first(OpFlags.IS_BIAS) is not None),
+        "batched": int(bool(gemm.flags & OpFlags.IS_BATCHED)),
+        "alpha": activation.attr("alpha", 0.0) if activation else 0.0,
+    }
+
+
+def _check(match: Match) -> Refusal | None:
+    bias = match.first(OpFlags.IS_BIAS)
+    if bias is not None and bias.attr("axis") != "features":
+        return refuse(
+            match, "bias_axis", "a bias along the features (columns)", "an addend that varies along the rows", bias
+        )
+    activation = match.first(OpFlags.IS_ACTIVATION)
+    if activation is not None and activation.op not in ACTIVATIONS:
+        return refuse(match, "activation", f"one of {', '.join(ACTIVATIONS)}", activation.op, activation)
+    return None
+
+
+def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
+    attrs = op.blob.unpack()
+    a, b = op.in_avals[:2]
+    return {
+        "activation": str(attrs["activation"]),
+        "has_bias": bool(attrs["has_bias"]),
+        "batched": bool(attrs["batched"]),
+        "trans_a": bool(attrs["trans_a"]),
+        "trans_b": bool(attrs["trans_b"]),
+        "operand_dtypes": (str(a.dtype), str(b.dtype)),
+        "output_dtype": str(op.out_avals[0].dtype),
+    }
+
+
+OP = SemanticOp("gemm_epilogue", SCHEMA, _attributes, _requirements, _check, names=("X", "W", "b"))

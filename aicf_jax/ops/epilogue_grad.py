@@ -1,0 +1,36 @@
+"""``gemm_epilogue_grad``: ``dZ = dY * act'(.)`` and ``db = sum(dZ)`` in one pass.
+
+A part of the derived backward of `gemm_epilogue`, found in it by the same matcher. ``dZ`` has the layout of ``Y``: it feeds
+the two products ``dX = dZ W^T`` and ``dW = X^T dZ`` without a transpose. Memory moved by one kernel: ``dY`` and the residual
+read once, ``dZ`` and ``db`` written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from aicf_jax.attrs import Field, Schema
+from aicf_jax.flags import OpFlags
+from aicf_jax.ops._semantic import FusedOp, SemanticOp
+from aicf_jax.ops.epilogue import ACTIVATIONS
+from aicf_jax.pattern import Match
+
+SCHEMA = Schema(2, 1, (Field("activation", "enum", ACTIVATIONS), Field("from_output", "int"), Field("alpha", "float")))
+
+
+def _attributes(match: Match) -> Mapping[str, object]:
+    gradient = match.first(OpFlags.IS_ACTIVATION_GRAD)
+    assert gradient is not None  # the anchor
+    return {name: gradient.attr(name) for name in ("activation", "from_output", "alpha")}
+
+
+def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
+    attrs = op.blob.unpack()
+    return {
+        "activation": str(attrs["activation"]),
+        "from_output": bool(attrs["from_output"]),
+        "dtype": str(op.in_avals[-1].dtype),
+    }
+
+
+OP = SemanticOp("gemm_epilogue_grad", SCHEMA, _attributes, _requirements, names=("residual", "dY"))

@@ -1,0 +1,251 @@
+"""Stage 3: patterns are data, a regular expression over fingerprints; matching decides nothing about speed or legality.
+
+A pattern is a sequence of bit tests with quantifiers. It is matched along the chain of consumers that starts at its anchor::
+
+    Pattern("gemm_epilogue", [GEMM, star(CAST | LAYOUT), opt(BIAS), ACTIVATION], rewrite=ops.gemm_epilogue)
+
+Every node but the last must be safe (its only consumer is the next in the chain); a chain that fits but for that is
+reported as a near miss. `NearMiss` rows name further sequences that resemble the pattern and must be left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from aicf_jax.errors import Refusal
+from aicf_jax.flags import OpFlags, describe
+from aicf_jax.graph import Graph, Node
+
+#: Chains are followed no further than this.
+MAX_CHAIN = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """A bit test. `alternatives` holds ``(require, forbid)`` pairs, any of which may hold.
+
+    Attributes:
+      quantifier: ``"one"``, ``"opt"`` (zero or one) or ``"star"`` (any number).
+      shared: the node's value may have other users; it becomes a further output of the fused operation.
+    """
+
+    alternatives: tuple[tuple[OpFlags, OpFlags], ...]
+    quantifier: str = "one"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quantifier not in ("one", "opt", "star"):
+            raise ValueError(f"Test(quantifier=...): expected 'one', 'opt' or 'star', found {self.quantifier!r}")
+        if not self.alternatives:
+            raise ValueError("Test(alternatives=...): expected at least one (require, forbid) pair, found none")
+
+    def __or__(self, other: Test) -> Test:
+        return Test(self.alternatives + other.alternatives)
+
+    def accepts(self, flags: int) -> bool:
+        """``(flags & require) == require and not flags & forbid`` for one of the alternatives."""
+        return any(flags & require == require and not flags & forbid for require, forbid in self.alternatives)
+
+    def __str__(self) -> str:
+        text = " or ".join(describe(r) + (f" without {describe(f)}" if f else "") for r, f in self.alternatives)
+        return {"one": text, "opt": f"[{text}]", "star": f"({text})*"}[self.quantifier]
+
+
+def test(require: OpFlags, forbid: OpFlags = OpFlags.NONE) -> Test:
+    """A test for nodes with all bits of `require` and none of `forbid`."""
+    return Test(((require, forbid | OpFlags.IS_NOP | OpFlags.IS_FUSED),))
+
+
+def opt(inner: Test) -> Test:
+    """Zero or one."""
+    return dataclasses.replace(inner, quantifier="opt")
+
+
+def star(inner: Test) -> Test:
+    """Any number, as many as possible."""
+    return dataclasses.replace(inner, quantifier="star")
+
+
+def shared(inner: Test) -> Test:
+    """The node's value may be used elsewhere too."""
+    return dataclasses.replace(inner, shared=True)
+
+
+GEMM = test(OpFlags.IS_GEMM_LIKE)
+UNBATCHED_GEMM = test(OpFlags.IS_GEMM_LIKE, OpFlags.IS_BATCHED)
+BIAS = test(OpFlags.IS_BIAS)
+ACTIVATION = test(OpFlags.IS_ACTIVATION)
+ALMOST_ACTIVATION = test(OpFlags.IS_NEAR_ACTIVATION)
+SCALE = test(OpFlags.IS_SCALE)
+CAST = test(OpFlags.IS_CAST)
+LAYOUT = test(OpFlags.IS_LAYOUT)
+JOIN = test(OpFlags.IS_JOIN)
+ACTIVATION_GRAD = test(OpFlags.IS_ACTIVATION_GRAD)
+REDUCTION = test(OpFlags.IS_REDUCTION)
+
+
+@dataclasses.dataclass(frozen=True)
+class NearMiss:
+    """A sequence that resembles a pattern and is not it.
+
+    Attributes:
+      code, expected, found: of the refusal. None for `expected`/`found`: the last node's own attributes of these names
+        (and ``code``) are used, so that normal forms can describe what they saw.
+      sequence: tests along the chain, as in a pattern, but without the safety condition.
+      fork: the last node's consumers must include one for each of these tests (other than each other).
+      operand: the last node must have another operand that is computed by a node passing this test.
+    """
+
+    code: str
+    sequence: tuple[Test, ...]
+    expected: str | None = None
+    found: str | None = None
+    fork: tuple[Test, ...] = ()
+    operand: Test | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A named sequence of tests and the operation it is promoted to.
+
+    Attributes:
+      name: unique among the patterns in use; `Fusion.pattern` and `Refusal.pattern`.
+      sequence: tests; the first is the anchor and must be ``"one"``.
+      rewrite: the `SemanticOp` that takes the nodes' place.
+      near_misses: sequences to refuse by name.
+
+    A chain with a near miss is left exactly as written: shorter patterns with the same `rewrite` do not get it either.
+    """
+
+    name: str
+    sequence: tuple[Test, ...]
+    rewrite: Any
+    near_misses: tuple[NearMiss, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence", tuple(self.sequence))
+        object.__setattr__(self, "near_misses", tuple(self.near_misses))
+        if not self.name or not isinstance(self.name, str):
+            raise ValueError(f"Pattern(name=...): expected a non-empty string, found {self.name!r}")
+        bad = [t for t in self.sequence if not isinstance(t, Test)]
+        if bad or not self.sequence:
+            raise TypeError(f"Pattern({self.name!r}, sequence=...): expected Test objects, found {bad or 'none'}")
+        if self.sequence[0].quantifier != "one":
+            raise ValueError(f"Pattern({self.name!r}): the first test is the anchor and cannot be optional")
+        if not hasattr(self.rewrite, "attributes"):
+            raise TypeError(f"Pattern({self.name!r}, rewrite=...): expected a SemanticOp, found {self.rewrite!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """Positions of the matched nodes, in chain order."""
+
+    pattern: Pattern
+    graph: Graph
+    positions: tuple[int, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self.graph.nodes[i] for i in self.positions)
+
+    def first(self, flag: OpFlags) -> Node | None:
+        """The first matched node with a static flag."""
+        return next((n for n in self.nodes if n.flags & flag), None)
+
+    @property
+    def site(self) -> str:
+        return self.graph.site(self.nodes[-1])
+
+
+def chains(graph: Graph, sequence: Sequence[Test], start: int, safe: bool = True) -> Iterator[tuple[int, ...]]:
+    """All ways to lay a sequence along the consumers of `start`, greedy ones first."""
+    stack: list[tuple[int, int, tuple[int, ...]]] = [(0, start, ())]
+    flags = graph.flag_list
+    while stack:
+        k, i, path = stack.pop()
+        if k == len(sequence):
+            yield path
+            continue
+        element = sequence[k]
+        options: list[tuple[int, int, tuple[int, ...]]] = []
+        if i >= 0 and len(path) < MAX_CHAIN and element.accepts(flags[i]):
+            here = (*path, i)
+            following = (k,) if element.quantifier == "star" else (k + 1,)
+            for n in following:
+                if n < len(sequence):
+                    options.extend((n, j, here) for j in _next(graph, i, safe and not element.shared))
+                options.append((n, -1, here))
+        if element.quantifier != "one":
+            options.append((k + 1, i, path))
+        stack.extend(reversed(options))
+
+
+def _next(graph: Graph, i: int, safe: bool) -> list[int]:
+    """Consumers a chain may go on to: those whose main input is the node's value."""
+    if safe and not graph.flag_list[i] & OpFlags.SAFE_NODE:
+        return []
+    out = set(graph.nodes[i].outputs)
+    main = []
+    for j in graph.consumers(i):
+        node = graph.nodes[j]
+        if node.inputs[0] in out or node.flags & (OpFlags.IS_SCALE | OpFlags.IS_JOIN):
+            main.append(j)
+    return main
+
+
+def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
+    """The pattern at this anchor, None when it does not fit."""
+    if not pattern.sequence[0].accepts(graph.flag_list[start]):
+        return None
+    for path in chains(graph, pattern.sequence, start):
+        return Match(pattern, graph, path)
+    return None
+
+
+def near_miss(graph: Graph, pattern: Pattern, start: int) -> Refusal | None:
+    """Why a chain that resembles the pattern is not it; None when nothing resembles it."""
+    if not pattern.sequence[0].accepts(graph.flag_list[start]):
+        return None
+    for row in pattern.near_misses:
+        for path in chains(graph, row.sequence, start, safe=False):
+            if _applies(graph, row, path):
+                return _refusal(graph, pattern, row, graph.nodes[path[-1]])
+    for path in chains(graph, pattern.sequence, start, safe=False):
+        return _unsafe(graph, pattern, path)
+    return None
+
+
+def _applies(graph: Graph, row: NearMiss, path: tuple[int, ...]) -> bool:
+    last = graph.nodes[path[-1]]
+    if row.operand is not None:
+        producers = {int(graph.producer[v]) for v in last.inputs} - set(path)
+        if not any(p >= 0 and row.operand.accepts(graph.flag_list[p]) for p in producers):
+            return False
+    users = graph.consumers(path[-1])
+    return all(any(t.accepts(graph.flag_list[u]) for u in users) for t in row.fork)
+
+
+def _refusal(graph: Graph, pattern: Pattern, row: NearMiss, node: Node) -> Refusal:
+    code = node.attr("code", row.code)
+    expected = row.expected or node.attr("expected", str(pattern.sequence[-1]))
+    found = row.found or node.attr("found", node.op)
+    detail = f"resembles {pattern.name}, is left as written: {found}"
+    return Refusal(pattern.name, "match", code, detail, expected, found, graph.site(node))
+
+
+def _unsafe(graph: Graph, pattern: Pattern, path: tuple[int, ...]) -> Refusal | None:
+    for i in path[:-1]:
+        flags = graph.flag_list[i]
+        if flags & OpFlags.SAFE_NODE:
+            continue
+        node = graph.nodes[i]
+        if flags & OpFlags.ESCAPES:
+            code, found = "escapes", f"the result of {node.op} is also a result of the program"
+        else:
+            code, found = "multiple_consumers", f"{len(graph.consumers(i))} consumers of {node.op}"
+        detail = f"fusing would compute {node.op} twice or hide a value that is needed"
+        expected = f"{node.op} is used by the next operation only"
+        return Refusal(pattern.name, "match", code, detail, expected, found, graph.site(node))
+    return None

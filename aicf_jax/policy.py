@@ -1,0 +1,74 @@
+"""What the caller allows: `Policy`, and the machines a program may be compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+#: Numerics classes from strict to loose. A rewrite is legal when its class is not looser than the policy's.
+NUMERICS = ("bitwise", "reassociated", "approximate")
+
+#: Names accepted by ``Policy.target`` -> the lowering platform whose kernels are considered.
+TARGETS: Mapping[str, str] = {
+    "cpu": "cpu",
+    "gpu": "cuda",
+    "cuda": "cuda",
+    "a100": "cuda",
+    "h100": "cuda",
+    "h200": "cuda",
+    "b200": "cuda",
+}
+
+_CHOICES = {
+    "numerics": NUMERICS,
+    "on_failure": ("fallback", "raise"),
+    "ad": ("complete",),
+    "target": (None, *TARGETS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Limits on what `fuse` may do. Hashable; part of the key of every cache.
+
+    Attributes:
+      numerics: the loosest class a rewrite may have. ``"bitwise"``: identical results, also outside ``jit``, where the
+        program then runs equation by equation as the unfused call does. ``"reassociated"``: the same real-number
+        function, sums in another order, accumulation never in a lower precision. ``"approximate"``: documented bounds.
+      deterministic: only kernels that give the same bits on every run.
+      target: the machine kernels are chosen for, one of `TARGETS`; None means every platform a program may be lowered
+        to gets its own choice.
+      verify: run fused and unfused side by side and raise `VerificationError` where they disagree, naming the
+        operation, its largest error, the bound and the source line.
+      on_failure: ``"fallback"`` runs the unfused program when the framework itself fails (recorded in the report,
+        logged once); ``"raise"`` raises `FuseError` instead.
+      ad: ``"complete"``: forward mode, reverse mode and any mixture of them, of any order.
+
+    Raises:
+      ValueError: naming the attribute, what was expected and what was found.
+    """
+
+    numerics: str = "reassociated"
+    deterministic: bool = False
+    target: str | None = None
+    verify: bool = False
+    on_failure: str = "fallback"
+    ad: str = "complete"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            found = getattr(self, name)
+            if found not in choices:
+                raise ValueError(f"Policy({name}=...): expected one of {list(choices)}, found {found!r}")
+        for name in ("deterministic", "verify"):
+            found = getattr(self, name)
+            if not isinstance(found, bool):
+                raise ValueError(f"Policy({name}=...): expected True or False, found {found!r}")
+
+    def allows(self, numerics: str) -> bool:
+        """Whether a rewrite of class `numerics` is within this policy."""
+        return NUMERICS.index(numerics) <= NUMERICS.index(self.numerics)
+
+    def platforms(self) -> tuple[str, ...]:
+        """The lowering platforms kernels are chosen for."""
+        return tuple(sorted(set(TARGETS.values()))) if self.target is None else (TARGETS[self.target],)

@@ -1,0 +1,180 @@
+"""The primitives that carry a fused operation through every JAX transformation.
+
+- ``fused``: the operation. Lowers to the kernel chosen for the platform it is lowered to. Batching traces the batched
+  equations and sends them through the engine again, so a batched fused operation is a fused operation where that is legal.
+- ``fused_tangent``: its tangent, linear in the tangents. Forward mode evaluates it; its transpose is the composite backward.
+- ``activation_grad`` (in `autodiff`): a pointwise derivative inside a composite backward.
+
+An operation that is left to XLA on every platform is differentiated as its own equations plus ``fused_tangent``: checkpoint
+policies then see the products they look for, and residuals are what `FusedOp.residual` says. One with a kernel of its own
+is kept whole, and ``fused`` returns the residual as a further result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching, mlir
+
+from aicf_jax import _compat, autodiff, log
+from aicf_jax.ops import FusedOp
+from aicf_jax.policy import TARGETS
+from aicf_jax.select import is_left_to_xla, kernel_for
+
+fused_p = _compat.new_primitive("fused", multiple_results=True)
+tangent_p = _compat.new_primitive("fused_tangent")
+
+
+def bind(op: FusedOp, *inputs: Any) -> list[Any]:
+    """The operation's results on these inputs, under whatever transformation is going on."""
+    return fused_p.bind(*inputs, op=op, residual=False)
+
+
+def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str | None) -> list[Any]:
+    """Results, and the residual after them if asked for, by the platform's kernel or by the equations."""
+    kernel = kernel_for(op, platform) if platform is not None else None
+    if kernel is not None:
+        try:
+            out = list(kernel.run(op, *inputs))
+            _check_kernel(op, kernel, out)
+        except Exception as error:
+            if op.context.policy.on_failure == "raise":
+                raise
+            log.once(f"kernel {kernel.name} failed on {op!r}; left to XLA: {error}")
+        else:
+            return [*out, _residual_beside(op, inputs, out)] if residual else out
+    slots = autodiff.evaluate(op, inputs)
+    out = [slots[s] for s in op.results]
+    return [*out, slots[op.residual]] if residual and op.residual is not None else out
+
+
+def _residual_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> Any:
+    """The residual of a kernel that does not return it: a result where it is one, recomputed otherwise."""
+    if op.residual in op.results:
+        return out[op.results.index(op.residual)]
+    return autodiff.evaluate(op, inputs)[op.residual]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _check_kernel(op: FusedOp, kernel: Any, out: Sequence[Any]) -> None:
+    want, got = ([(a.shape, str(a.dtype)) for a in avals] for avals in (op.out_avals, out))
+    if want != got:
+        raise TypeError(f"kernel {kernel.name}: expected results {want}, found {got}")
+
+
+def _has_residual(op: FusedOp, residual: bool) -> bool:
+    return residual and op.residual is not None
+
+
+@functools.lru_cache(maxsize=512)
+def _function(op: FusedOp, residual: bool, platform: str | None) -> Any:
+    """One function object per operation, so that jax's own caches hit."""
+    return lambda *inputs: _results(op, inputs, residual, platform)
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted(op: FusedOp, residual: bool) -> Any:
+    return jax.jit(lambda *inputs: fused_p.bind(*inputs, op=op, residual=residual))
+
+
+def _abstract(*avals: Any, op: FusedOp, residual: bool) -> list[Any]:
+    if tuple(avals) == op.in_avals and not _has_residual(op, residual):
+        return list(op.out_avals)
+    return _compat.abstract_result(_function(op, residual, None), *avals)
+
+
+def _lowering(platform: str | None) -> Any:
+    def lower(ctx: Any, *inputs: Any, op: FusedOp, residual: bool) -> Any:
+        return mlir.lower_fun(_function(op, residual, platform), multiple_results=True)(ctx, *inputs)
+
+    return lower
+
+
+fused_p.def_impl(lambda *inputs, op, residual: _jitted(op, residual)(*inputs))
+fused_p.def_abstract_eval(_abstract)
+mlir.register_lowering(fused_p, _lowering(None))
+for _platform in sorted(set(TARGETS.values())):
+    mlir.register_lowering(fused_p, _lowering(_platform), platform=_platform)
+
+
+def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
+    from aicf_jax.engine import batched_program
+
+    out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[fused_p] = _batch
+
+
+# -- differentiation ------------------------------------------------------------------------------------
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
+    if len(op.results) > 1 or residual or any(step.role == "gradient" for step in op.steps):
+        # Second order through a residual, or an operation of a backward: by its equations.
+        f = _function(op, residual, None)
+        return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    if is_left_to_xla(op):
+        slots = autodiff.evaluate(op, primals)
+        out = slots[op.results[0]]
+        saved = [] if op.residual is None else [slots[op.residual]]
+    else:
+        out, *saved = fused_p.bind(*primals, op=op, residual=True)
+    present = tuple(type(t) is not ad.Zero for t in tangents)
+    if not any(present):
+        return [out], [ad.Zero.from_primal_value(out)]
+    dots = [t for t in tangents if type(t) is not ad.Zero]
+    return [out], [tangent_p.bind(*primals, *saved, *dots, op=op, present=present)]
+
+
+ad.primitive_jvps[fused_p] = _jvp
+
+
+def _split(args: Sequence[Any], op: FusedOp, present: Sequence[bool]) -> tuple[Any, Any, Any, list[int]]:
+    """``(inputs, residual, tangents, slots of the tangents)`` of the arguments of ``fused_tangent``."""
+    n, r = len(op.in_avals), int(op.residual is not None)
+    where = [i for i, p in enumerate(present) if p]
+    return args[:n], (args[n] if r else None), args[n + r :], where
+
+
+def _tangent(*args: Any, op: FusedOp, present: tuple[bool, ...]) -> Any:
+    inputs, residual, dots, where = _split(args, op, present)
+    return autodiff.tangent(op, inputs, residual, dict(zip(where, dots, strict=True)))
+
+
+def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
+    inputs, residual, dots, where = _split(args, op, present)
+    fixed = [None] * (len(args) - len(dots))
+    if type(ct) is ad.Zero:
+        return [*fixed, *(ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in dots)]
+    wanted = [i for i, d in zip(where, dots, strict=True) if ad.is_undefined_primal(d)]
+    from aicf_jax.engine import backward_program
+
+    values = backward_program(op, tuple(wanted))(inputs, residual, ct)
+    found = dict(zip(wanted, values, strict=True))
+    return [*fixed, *(found.get(i) for i in where)]
+
+
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    f = functools.partial(_tangent, **params)
+    return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    return jax.vmap(functools.partial(_tangent, **params), in_axes=tuple(dims))(*args), 0
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted_tangent(op: FusedOp, present: tuple[bool, ...]) -> Any:
+    return jax.jit(functools.partial(_tangent, op=op, present=present))
+
+
+tangent_p.def_impl(lambda *args, op, present: _jitted_tangent(op, present)(*args))
+tangent_p.def_abstract_eval(lambda *avals, **k: _compat.abstract_result(functools.partial(_tangent, **k), *avals)[0])
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+batching.primitive_batchers[tangent_p] = _tangent_batch

@@ -1,0 +1,101 @@
+"""Stage 6: from a fused operation to a kernel, for each platform the program may be lowered to.
+
+A kernel is a candidate when the operation's requirements are a subset of its capabilities; candidates are ranked by the
+bytes they move. "Leave it to XLA" is always a candidate, so fusing makes no program slower on purpose: it costs what the
+equations cost as written, and wins when nothing is cheaper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from aicf_jax.errors import Refusal
+from aicf_jax.kernels import XLA, Kernel
+from aicf_jax.ops import FusedOp
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What an operation costs as written and as one kernel. Bytes between memory and chip, one launch per operation."""
+
+    bytes_before: int
+    bytes_after: int
+    launches_before: int
+    launches_after: int = 1
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of one array of this type."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def cost_of(op: FusedOp) -> Cost:
+    """The memory traffic of an operation, step by step and fused.
+
+    As written every step reads its operands and writes its result; fused, inputs are read once and results written once.
+    Casts and layout changes count as steps: on their own they read and write memory too.
+    """
+    avals = [*op.in_avals, *(s.body.outvars[0].aval for s in op.steps)]
+    before = sum(sum(nbytes(avals[i]) for i in s.operands) + nbytes(s.body.outvars[0].aval) for s in op.steps)
+    after = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
+    return Cost(before, after, len(op.steps))
+
+
+def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
+    """`op` with its choice for each platform, and a refusal for each kernel that could not be taken."""
+    policy, refusals, choices = op.context.policy, [], []
+    requirements = dict(op.requirements())
+    for platform in policy.platforms():
+        best, best_bytes = XLA, cost_of(op).bytes_before
+        for kernel in op.context.kernels:
+            if kernel.op != op.semantic.name or platform not in kernel.platforms:
+                continue
+            refusal = _refusal(kernel, requirements, policy, op, pattern)
+            if refusal is not None:
+                refusals.append(refusal)
+                continue
+            moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
+            if moved < best_bytes:
+                best, best_bytes = kernel.name, moved
+        choices.append((platform, best))
+    return op.with_choices(tuple(choices)), tuple(dict.fromkeys(refusals))
+
+
+def _refusal(
+    kernel: Kernel, requirements: Mapping[str, Hashable], policy: Any, op: FusedOp, pattern: str
+) -> Refusal | None:
+    def refuse(code: str, expected: str, found: str) -> Refusal:
+        detail = f"kernel {kernel.name} cannot take this {op.semantic.name}: {found}"
+        return Refusal(pattern, "select", code, detail, expected, found, op.site)
+
+    unmet = kernel.unmet(requirements)
+    if unmet:
+        name, value = next(iter(unmet.items()))
+        accepted = kernel.capabilities.get(name, ())
+        return refuse("capability", f"{name} in {_listed(accepted)}", f"{name}={value!r}")
+    if policy.deterministic and not kernel.deterministic:
+        return refuse("deterministic", "a deterministic kernel", f"{kernel.name} is not")
+    if not policy.allows(kernel.numerics):
+        return refuse("numerics", f"numerics class {policy.numerics} or stricter", f"class {kernel.numerics}")
+    return None
+
+
+def _listed(values: Any) -> str:
+    try:
+        return "{" + ", ".join(sorted(map(repr, values))) + "}"
+    except TypeError:
+        return repr(values)
+
+
+def kernel_for(op: FusedOp, platform: str) -> Kernel | None:
+    """The chosen kernel, None where the operation is left to XLA."""
+    name = dict(op.choices).get(platform, XLA)
+    return next((k for k in op.context.kernels if k.name == name), None)
+
+
+def is_left_to_xla(op: FusedOp) -> bool:
+    """Whether no platform has a kernel of its own, so that the operation may be evaluated as its equations."""
+    return all(name == XLA for _, name in op.choices)
