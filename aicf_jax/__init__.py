@@ -1,1 +1,33 @@
-"""Semantic fusion for JAX: `fuse` rewrites a model by what its operations mean; `explain` says what and why."""
+"""Semantic fusion for JAX.
+
+`fuse` rewrites a function or flax model by what its operations mean and keeps it differentiable in every mode; `explain`
+says what was fused, what was not, and why. The six stages behind them are described in ``docs/design``.
+"""
+
+from aicf_jax import ops
+from aicf_jax.cache import CacheInfo, cache_info, clear_caches
+from aicf_jax.errors import FuseError, GraphError, Refusal, VerificationError
+from aicf_jax.flags import OpFlags
+from aicf_jax.fuse import fuse
+from aicf_jax.kernels import KERNELS, Kernel
+from aicf_jax.pattern import Pattern
+from aicf_jax.patterns import FUSION_PATTERNS
+from aicf_jax.policy import Policy
+
+__all__ = [
+    "FUSION_PATTERNS",
+    "KERNELS",
+    "CacheInfo",
+    "FuseError",
+    "GraphError",
+    "Kernel",
+    "OpFlags",
+    "Pattern",
+    "Policy",
+    "Refusal",
+    "VerificationError",
+    "cache_info",
+    "clear_caches",
+    "fuse",
+    "ops",
+]

@@ -203,3 +203,50 @@ def new_equation(anchor: Any, invars: Sequence[Any], outvars: Sequence[Any], pri
     return jex.new_jaxpr_eqn(
         list(invars), list(outvars), primitive, params, no_effects, anchor.source_info, anchor.ctx
     )
+
+
+def hoist_constants(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The same program with its own constants, and those hidden in inner jits, as leading arguments.
+
+    Returns the constant-free jaxpr and the values of the hidden ones, which come first. (Constants of other constructs are
+    already operands: jax hoists them out of scan, while and cond bodies when it traces those.)
+    """
+    eqns, hidden = _hoist(jaxpr, {})
+    variables = [v for v, _ in hidden]
+    invars = [*variables, *jaxpr.constvars, *jaxpr.invars]
+    return make_jaxpr_object(invars, jaxpr.outvars, eqns, jaxpr.effects), [x for _, x in hidden]
+
+
+def _hoist(jaxpr: Any, memo: dict[int, Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Equations with hidden constants as operands, and those: ``(variable, value)``, each value once."""
+    found: dict[int, tuple[Any, Any]] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in JIT_NAMES:
+            eqns.append(eqn)
+            continue
+        old = eqn.params["jaxpr"]
+        if id(old) not in memo:
+            memo[id(old)] = _hoisted_body(old, memo)
+        body, values = memo[id(old)]
+        if not values:
+            eqns.append(eqn)
+            continue
+        operands = []
+        for value in values:
+            if id(value) not in found:
+                found[id(value)] = (new_var(_core.typeof(value)), value)
+            operands.append(found[id(value)][0])
+        params = extended_jit_params(eqn.params, body, len(values))
+        eqns.append(eqn.replace(invars=[*operands, *eqn.invars], params=params))
+    return eqns, list(found.values())
+
+
+def _hoisted_body(old: Any, memo: dict[int, Any]) -> tuple[Any, list[Any]]:
+    jaxpr, consts = open_jaxpr(old)  # pyright: ignore[reportGeneralTypeIssues]
+    eqns, hidden = _hoist(jaxpr, memo)
+    values = [*(x for _, x in hidden), *consts]
+    if not values:
+        return old, []
+    invars = [*(v for v, _ in hidden), *jaxpr.constvars, *jaxpr.invars]
+    return close_like(old, make_jaxpr_object(invars, jaxpr.outvars, eqns, jaxpr.effects)), values

@@ -1,0 +1,165 @@
+"""The plan cache: a program's key -> its rewritten plan and compiled form. Bounded, thread-safe, holds no arrays."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from aicf_jax import _compat
+from aicf_jax.engine import Context, Engine, Rewritten, backward_program, batched_program
+from aicf_jax.fingerprint import Uncacheable, program_key
+
+#: Plans kept; the least recently used goes first.
+MAX_PLANS = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A rewritten program whose constants are arguments.
+
+    `rewritten` is None when the framework failed and the program runs as written; `failure` then says why.
+    """
+
+    jaxpr: Any
+    unfused: Any
+    rewritten: Rewritten | None
+    failure: str | None = None
+
+    @functools.cached_property
+    def function(self) -> Callable[..., list[Any]]:
+        """Binds the plan's equations where it is called."""
+        return _compat.as_function(self.jaxpr)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., list[Any]]:
+        """The plan under `jax.jit`."""
+        return jax.jit(self.function)
+
+    @functools.cached_property
+    def reference(self) -> Callable[..., list[Any]]:
+        """The unfused program under `jax.jit`, for ``Policy(verify=True)``."""
+        return jax.jit(_compat.as_function(self.unfused))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheInfo:
+    """Totals of this process.
+
+    Attributes:
+      traces: times `fuse` ran a user's Python function.
+      rewrites: plans built (all six stages). A second call with an equal program builds none.
+      hits: calls served by a plan that was there.
+      size, max_size: plans held now, and at most.
+    """
+
+    traces: int
+    rewrites: int
+    hits: int
+    size: int
+    max_size: int
+
+
+class PlanCache:
+    """See the module's docstring."""
+
+    def __init__(self, max_size: int = MAX_PLANS):
+        self._plans: collections.OrderedDict[Hashable, Plan] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._max_size = max_size
+        self.traces = self.rewrites = self.hits = 0
+
+    def count_trace(self) -> None:
+        with self._lock:
+            self.traces += 1
+
+    def get(self, jaxpr: Any, context: Context) -> Plan:
+        """The plan of a constant-free program under a context; built when there is none.
+
+        Two threads may build the same plan at the same time; either result is right, the later one stays.
+        """
+        try:
+            key = (program_key(jaxpr), context)
+            hash(key)
+        except Uncacheable:
+            key = None
+        if key is not None:
+            with self._lock:
+                plan = self._plans.get(key)
+                if plan is not None:
+                    self._plans.move_to_end(key)
+                    self.hits += 1
+                    return plan
+        plan = build_plan(jaxpr, context)
+        with self._lock:
+            self.rewrites += 1
+            if key is not None:
+                self._plans[key] = plan
+                while len(self._plans) > self._max_size:
+                    self._plans.popitem(last=False)
+        return plan
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            return CacheInfo(self.traces, self.rewrites, self.hits, len(self._plans), self._max_size)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+
+
+def build_plan(jaxpr: Any, context: Context) -> Plan:
+    """All six stages on one program. A failure of the framework gives the unfused plan, or `FuseError` if asked for."""
+    from aicf_jax import log
+    from aicf_jax.errors import FuseError
+
+    try:
+        done = Engine(context).rewrite(jaxpr)
+    except Exception as error:
+        if context.policy.on_failure == "raise":
+            raise FuseError(
+                f"fuse failed on this program: {type(error).__name__}: {error}. "
+                "Policy(on_failure='fallback') runs it unfused instead"
+            ) from error
+        message = f"{type(error).__name__}: {error}"
+        log.once(f"fuse failed on a program, which runs unfused: {message}")
+        return Plan(jaxpr, jaxpr, None, message)
+    return Plan(done.jaxpr, jaxpr, done)
+
+
+PLANS = PlanCache()
+
+
+def cache_info() -> CacheInfo:
+    """Counts of traces, rewrites and cache hits of this process."""
+    return PLANS.info()
+
+
+def clear_caches() -> None:
+    """Forgets all plans and derived programs. Counters go on."""
+    PLANS.clear()
+    backward_program.cache_clear()
+    batched_program.cache_clear()
+
+
+def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:
+    """The plan's results on constants and arguments.
+
+    Inside a program that is being traced (jit, scan, export, ...) the plan's equations become part of it. Outside, the
+    compiled plan runs, also under grad, jvp and vmap. ``numerics="bitwise"`` runs equation by equation outside of a trace,
+    as the unfused call does: a compiler may contract a multiplication and an addition that follow each other.
+    """
+    from aicf_jax import verify
+
+    values = [v if isinstance(v, jax.Array) else jnp.asarray(v) for v in values]
+    if context.policy.verify and not any(_compat.is_tracer(v) for v in values):
+        return verify.compared(plan, values)
+    if any(_compat.is_staged(v) for v in values) or context.policy.numerics == "bitwise":
+        return plan.function(*values)
+    return plan.compiled(*values)

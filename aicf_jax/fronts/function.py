@@ -1,0 +1,164 @@
+"""Fused functions: one call traces the user's Python, looks up the plan, runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from aicf_jax import _compat, log
+from aicf_jax.cache import PLANS, run
+from aicf_jax.engine import Context
+from aicf_jax.errors import FuseError
+from aicf_jax.fronts import state
+from aicf_jax.fronts.leaves import Split, has_host_values, is_traced, split
+
+#: What jax raises when a function needs the value of a traced argument.
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """One call as a program: constant-free jaxpr, the values of its leading (constant) arguments and of the rest, and how
+    to make the call's result of the program's."""
+
+    jaxpr: Any
+    values: tuple[Any, ...]
+    finish: Callable[[list[Any]], Any]
+
+
+class FusedFunction:
+    """A function that runs fused. Name, docstring and signature are those of the original (``__wrapped__``)."""
+
+    def __init__(self, function: Callable[..., Any], context: Context):
+        functools.update_wrapper(self, function, updated=())
+        self.__wrapped__ = function
+        self.context = context
+        try:
+            self.__signature__ = inspect.signature(function)
+        except (TypeError, ValueError):  # some builtins have none
+            pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self.__wrapped__(*args, **kwargs)  # for looking into the user's own operations one by one
+        try:
+            traced = trace_call(self.__wrapped__, args, kwargs)
+        except _NEEDS_VALUE as error:
+            return self._as_written(error, args, kwargs)
+        plan = PLANS.get(traced.jaxpr, self.context)
+        return traced.finish(run(plan, traced.values, self.context))
+
+    def _as_written(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Python that branches on array values cannot be traced; it runs as it is where that is possible at all."""
+        if self.context.policy.on_failure == "raise" or any(map(_compat.is_tracer, jax.tree.leaves((args, kwargs)))):
+            raise error
+        name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
+        log.once(f"{name} needs the values of its array arguments and runs unfused: {str(error).splitlines()[0]}")
+        return self.__wrapped__(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"fuse({self.__wrapped__!r})"
+
+
+def trace_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Runs the user's Python once, on tracers.
+
+    Python floats and NumPy values are traced; when the function turns out to need the value of one, it runs once more with
+    all of them fixed.
+    """
+    call = _Call(function, args, kwargs, host_static=False)
+    try:
+        return call.trace()
+    except _NEEDS_VALUE:
+        if not has_host_values(call.leaves):
+            raise
+    return _Call(function, args, kwargs, host_static=True).trace()
+
+
+class _Call:
+    """One call of one function, taken apart."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], host_static: bool):
+        self.function = function
+        self.leaves: Split = split(args, kwargs, host_static, is_leaf=state.is_object)
+        self.captured = state.captured(function)
+        passed = [x for x in self.leaves.static.values() if state.is_object(x)]
+        objects = list({id(x): x for x in (*self.captured, *passed)}.values())
+        self.objects = state.Objects.of(objects)
+        self._outcome: Any = None
+
+    def trace(self) -> Traced:
+        PLANS.count_trace()
+        args, kwargs = self.leaves.outline()
+        inner = _named_like(self.function, self._inside)
+        try:
+            # A fresh function at every call: jax's tracing cache must not keep the user's Python from running.
+            traced = jax.make_jaxpr(inner)(self.objects.leaves, args, kwargs)
+        except Exception as error:
+            _explain_state(error, self.function)
+            raise
+        jaxpr, consts = _compat.open_jaxpr(traced)  # pyright: ignore[reportGeneralTypeIssues]
+        jaxpr, hoisted = _compat.hoist_constants(jaxpr)
+        values = (*hoisted, *traced.consts, *self.objects.leaves, *self.leaves.dynamic)
+        return Traced(jaxpr, values, self._finish)
+
+    def _inside(self, leaves: Any, args: Any, kwargs: Any) -> list[Any]:
+        """What is traced: rebuilds arguments and objects, calls the user's function, takes its result apart."""
+        copies = self.objects.copies(leaves)
+        new = {id(old): copy for old, copy in zip(self.objects.originals, copies, strict=True)}
+        args, kwargs = self.leaves.join(jax.tree.leaves((args, kwargs)))
+        if new:
+            args, kwargs = jax.tree.map(lambda x: new.get(id(x), x), (args, kwargs), is_leaf=state.is_object)
+        result = state.rebind(self.function, new)(*args, **kwargs) if new else self.function(*args, **kwargs)
+        originals = {id(copy): old for old, copy in zip(self.objects.originals, copies, strict=True)}
+        out, tree = jax.tree.flatten(result, is_leaf=state.is_object)
+        arrays = [x for x in out if isinstance(x, jax.Array)]
+        fixed = {i: originals.get(id(x), x) for i, x in enumerate(out) if not isinstance(x, jax.Array)}
+        updates, changes = self.objects.changes(copies, leaves)
+        self._outcome = (tree, fixed, changes, len(updates))
+        return [*updates, *arrays]
+
+    def _finish(self, values: list[Any]) -> Any:
+        tree, fixed, changes, n = self._outcome
+        self.objects.write_back(changes, values[:n])
+        arrays = iter(values[n:])
+        return jax.tree.unflatten(tree, [fixed[i] if i in fixed else next(arrays) for i in range(tree.num_leaves)])
+
+
+def _named_like(function: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A fresh function with the user's name, for jax's messages and profiles."""
+
+    def traced(objects: Any, args: Any, kwargs: Any) -> Any:
+        return inner(objects, args, kwargs)
+
+    name = getattr(function, "__name__", type(function).__name__)
+    traced.__name__ = traced.__qualname__ = name if isinstance(name, str) else type(function).__name__
+    return traced
+
+
+def _explain_state(error: Exception, function: Any) -> None:
+    """Turns nnx's complaint about a hidden module into one that names the remedy."""
+    if type(error).__name__ != "TraceContextError":
+        return
+    name = getattr(function, "__qualname__", repr(function))
+    raise FuseError(
+        f"{name} changes the state of an nnx object that fuse could not find among its arguments and closures: {error}. "
+        "Fuse the module itself, or pass it as an argument"
+    ) from error
+
+
+__all__ = ["FusedFunction", "Traced", "is_traced", "trace_call"]

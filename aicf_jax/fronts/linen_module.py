@@ -1,0 +1,94 @@
+"""Fused linen modules: the same fields, the same parameters, fused ``apply`` and fused calls inside other modules."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flax import linen as nn
+from flax.core import lift
+
+from aicf_jax.engine import Context
+from aicf_jax.fronts.function import FusedFunction
+
+
+def fuse_module(module: nn.Module, context: Context) -> nn.Module:
+    """A module of a subclass of the module's type with the same fields.
+
+    ``init`` gives the unfused parameters bit for bit. ``apply`` (with rngs, mutable, method, keyword arguments) runs fused.
+    Used inside another module, its call is lifted and fused there; names in the parameter tree do not change.
+    """
+    cls = _fused_class(type(module), context)
+    fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}  # pyright: ignore[reportAttributeAccessIssue]
+    return cls(**fields, name=module.name, parent=None)
+
+
+def is_fused(module: Any) -> bool:
+    return hasattr(type(module), "_aicf_context")
+
+
+def unfused(module: Any) -> nn.Module:
+    """The original module of a fused one."""
+    cls = type(module).__mro__[1]
+    fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}
+    return cls(**fields, name=module.name, parent=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _fused_class(cls: type, context: Context) -> Any:
+    if hasattr(cls, "_aicf_context"):
+        cls = cls.__mro__[1]
+
+    def apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        original = unfused(self)
+        method = method.__name__ if getattr(method, "__self__", None) is self else method
+        return FusedFunction(original.apply, context)(variables, *args, method=_original(cls, method), **kwargs)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return unfused(self).init(*args, **kwargs)
+
+    def init_with_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return unfused(self).init_with_output(*args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_initializing():
+            return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return _lifted(cls, context)(self, *args, **kwargs)
+
+    body: dict[str, Any] = {
+        "apply": apply,
+        "init": init,
+        "init_with_output": init_with_output,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_aicf_context": context,
+    }
+    for name, wrapper in (("apply", apply), ("init", init), ("init_with_output", init_with_output)):
+        functools.update_wrapper(wrapper, getattr(cls, name))
+    if "__call__" in dir(cls):
+        body["__call__"] = functools.wraps(cls.__call__)(call)
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _original(cls: type, method: Any) -> Any:
+    """A method given as a function of the fused class is that of the original class."""
+    return getattr(cls, method) if isinstance(method, str) and hasattr(cls, method) else method
+
+
+@functools.lru_cache(maxsize=256)
+def _lifted(cls: type, context: Context) -> Any:
+    """The module's call as a pure function of its variables and rngs, fused: flax lifts it as it does for `nn.jit`."""
+
+    def transform(fn: Any, variables: bool = True, rngs: bool = True) -> Any:
+        def inner(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kwargs: Any) -> Any:
+            def pure(variable_groups: Any, rng_groups: Any, args: Any, kwargs: Any) -> Any:
+                scope = scope_fn(variable_groups, rng_groups)
+                return fn(scope, *args, **kwargs), repack_fn(scope)
+
+            return FusedFunction(pure, context)(variable_groups, rng_groups, args, kwargs)
+
+        return lift.pack(inner, (variables,), (variables,), (rngs,), name="fuse", enable_kwargs=True)
+
+    return nn.transforms.decorator_lift_transform(transform, cls.__call__, multi_scope=True)  # pyright: ignore[reportAttributeAccessIssue]
+

@@ -1,0 +1,52 @@
+"""Fused nnx modules: the same type, the same state, a fused ``__call__``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from aicf_jax.engine import Context
+from aicf_jax.fronts.function import FusedFunction
+
+
+def fuse_module(module: Any, context: Context) -> Any:
+    """An instance of a subclass of the module's type that *is* the module: both see the same attributes and variables.
+
+    ``isinstance``, `nnx.state` paths, `nnx.split`, `nnx.grad` and `nnx.Optimizer` work as on the original; an update of
+    either is an update of both. Only ``__call__`` is fused; for another method use ``fuse(module.method)``.
+    """
+    cls = _fused_class(type(module), context)
+    fused = object.__new__(cls)
+    object.__setattr__(fused, "__dict__", module.__dict__)
+    return fused
+
+
+def is_fused(module: Any) -> bool:
+    return hasattr(type(module), "_aicf_context")
+
+
+@functools.lru_cache(maxsize=256)
+def _fused_class(cls: type, context: Context) -> type:
+    """One subclass per type and context, so that graph definitions of two fused copies are equal."""
+    if hasattr(cls, "_aicf_context"):
+        cls = cls.__mro__[1]
+    if "__call__" not in dir(cls):
+        raise TypeError(f"fuse(target=...): expected an nnx module with a __call__ method, found {cls.__name__}")
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    fused = FusedFunction(functools.wraps(cls.__call__)(call), context)
+
+    @functools.wraps(cls.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return fused(self, *args, **kwargs)
+
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_aicf_context": context,
+    }
+    return type(cls)(cls.__name__, (cls,), body)

@@ -1,0 +1,114 @@
+"""``Policy(verify=True)``: fused beside unfused, with a bound derived from the reduction length.
+
+An operation of class ``reassociated`` sums the same products in another order. Two orders of a sum of n terms differ by at
+most ``2 n u sum|terms|``, with u the unit roundoff of the accumulator, plus a rounding of each result to its own dtype; the
+sums of absolute values are bounded by the largest entry of the result only up to cancellation, so the check is against the
+largest magnitude of the reference with a factor for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aicf_jax.errors import VerificationError
+
+#: Allows for cancellation: the sum of magnitudes may exceed the largest result by about this much.
+_CANCELLATION = 16.0
+
+_lock = threading.Lock()
+_failures: list[str] = []
+
+
+def unit_roundoff(dtype: Any) -> float:
+    """Half the distance from 1 to the next larger number of a float type; 0 for exact types."""
+    return float(jnp.finfo(dtype).eps) / 2 if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+
+
+def bound(dtype: Any, length: int) -> float:
+    """Largest accepted difference, relative to the largest magnitude: ``16 (2 n u_acc + u_out)``.
+
+    Low-precision types accumulate in float32, so their own roundoff counts once.
+    """
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    return _CANCELLATION * (2 * length * unit_roundoff(accumulator) + unit_roundoff(dtype))
+
+
+def reduction_length(op: Any) -> int:
+    """Terms in the longest sum of an operation and its backward: contraction, rows and columns of its product."""
+    sizes = [math.prod(a.shape) for a in (*op.in_avals, *op.out_avals)]
+    return max(1, *sizes)
+
+
+def difference(got: Any, want: Any) -> float:
+    """Largest difference relative to the largest finite magnitude of `want`; infinite when NaN, infinities or the type
+    differ."""
+    a, b = (np.asarray(x) for x in (got, want))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if not jnp.issubdtype(b.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(a, b) else math.inf
+    wide = np.complex128 if jnp.issubdtype(b.dtype, jnp.complexfloating) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(b)
+    if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    scale = float(np.max(np.abs(b[finite])))
+    worst = float(np.max(np.abs(a[finite] - b[finite])))
+    return 0.0 if worst == 0 else worst / scale if scale else math.inf
+
+
+def check(what: str, site: str, limit: float, got: Sequence[Any], want: Sequence[Any]) -> None:
+    """Raises VerificationError naming operation, largest error, bound and source line when results disagree."""
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        error = difference(a, b)
+        if error > limit:
+            message = f"{what}, result {k}: relative error {error:.3g} exceeds the bound {limit:.3g}, at {site}"
+            with _lock:
+                _failures.append(message)
+            raise VerificationError(message)
+
+
+def watch(what: str, op: Any, got: Sequence[Any], want: Sequence[Any]) -> None:
+    """`check` at run time, from inside a compiled program."""
+    limit = max(bound(a.dtype, reduction_length(op)) for a in want)
+
+    def host(*values: Any) -> None:
+        check(what, op.site, limit, values[: len(got)], values[len(got) :])
+
+    jax.debug.callback(host, *got, *want)
+
+
+def compared(plan: Any, values: Sequence[Any]) -> list[Any]:
+    """The plan's results after comparing them with the unfused program's.
+
+    Raises:
+      VerificationError: an operation, or the program as a whole, disagrees.
+    """
+    with _lock:
+        _failures.clear()
+    try:
+        out = plan.compiled(*values)
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+    except Exception as error:
+        with _lock:
+            failures = list(_failures)
+        if failures:
+            raise VerificationError(failures[0]) from error
+        raise
+    if plan.rewritten is not None:
+        length = max((reduction_length(f.op) for f in plan.rewritten.fusions), default=1)
+        for k, (a, b) in enumerate(zip(out, plan.reference(*values), strict=True)):
+            if jnp.issubdtype(a.dtype, jnp.inexact) or not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+                ops = ", ".join(sorted({f.op.semantic.name for f in plan.rewritten.fusions})) or "no fused operation"
+                check(f"the program ({ops})", f"result {k}", bound(a.dtype, length), [a], [b])
+    return out
