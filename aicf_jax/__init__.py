@@ -7,27 +7,32 @@ says what was fused, what was not, and why. The six stages behind them are descr
 from aicf_jax import ops
 from aicf_jax.cache import CacheInfo, cache_info, clear_caches
 from aicf_jax.errors import FuseError, GraphError, Refusal, VerificationError
+from aicf_jax.explain import explain
 from aicf_jax.flags import OpFlags
 from aicf_jax.fuse import fuse
 from aicf_jax.kernels import KERNELS, Kernel
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.policy import Policy
+from aicf_jax.report import Fusion, Report
 
 __all__ = [
     "FUSION_PATTERNS",
     "KERNELS",
     "CacheInfo",
     "FuseError",
+    "Fusion",
     "GraphError",
     "Kernel",
     "OpFlags",
     "Pattern",
     "Policy",
     "Refusal",
+    "Report",
     "VerificationError",
     "cache_info",
     "clear_caches",
+    "explain",
     "fuse",
     "ops",
 ]

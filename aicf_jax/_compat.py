@@ -5,6 +5,8 @@ Each is a few lines, was tried on jax 0.10.2, 0.11.2 and 0.12.0.1, and says what
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -79,10 +81,25 @@ def is_staged(x: Any) -> bool:
 
 
 def site_of(eqn: Any) -> str:
-    """``file.py:line (function)`` of the user's code that wrote the equation."""
+    """``file.py:line (function)`` of the user's code that wrote the equation.
+
+    jax hides its own frames; those of flax and of this package are passed over too, as long as one is left.
+    """
     traceback = eqn.source_info.traceback
-    frame = _source_info.user_frame(traceback) if traceback is not None else None
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})" if frame else "unknown"
+    frames = list(_source_info.user_frames(traceback)) if traceback is not None else []
+    if not frames:
+        return "unknown"
+    inner = _library_folders()
+    frame = next((f for f in frames if not f.file_name.startswith(inner)), frames[0])
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def _library_folders() -> tuple[str, ...]:
+    folders = [os.path.dirname(__file__)]
+    flax = sys.modules.get("flax")
+    if flax is not None and flax.__file__:
+        folders.append(os.path.dirname(flax.__file__))
+    return tuple(f + os.sep for f in folders)
 
 
 def rule_function(params: dict[str, Any], name: str) -> Any:
@@ -198,11 +215,11 @@ def typeof(x: Any) -> Any:
     return jax.typeof(x)
 
 
-def new_equation(anchor: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
+def new_equation(
+    anchor: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]
+) -> Any:
     """An effect-free equation with the source line and context of another."""
-    return jex.new_jaxpr_eqn(
-        list(invars), list(outvars), primitive, params, no_effects, anchor.source_info, anchor.ctx
-    )
+    return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, no_effects, anchor.source_info, anchor.ctx)
 
 
 def hoist_constants(jaxpr: Any) -> tuple[Any, list[Any]]:

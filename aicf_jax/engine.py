@@ -36,11 +36,9 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """One rewrite: the pattern that found it and the operation it became. `times`: call sites of the program it is in."""
+    """One fused operation of a program, found now or by an inner `fuse`."""
 
-    pattern: str
     op: FusedOp
-    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +82,8 @@ class Engine:
 
     def _enter(self, eqn: Any, fusions: list[Fused], refusals: list[Refusal]) -> Any:
         """The equation with the programs in its parameters rewritten."""
+        if eqn.primitive is primitives.fused_p:
+            fusions.append(Fused(eqn.params["op"]))
         if not PRIMITIVE_FLAGS.get(eqn.primitive.name, OpFlags.NONE) & OpFlags.IS_CONTROL_FLOW and (
             eqn.primitive.name != "custom_jvp_call"
         ):
@@ -144,7 +144,7 @@ class Engine:
         found = region(hit, self.context)
         op, refusals = select(found.op, hit.pattern.name)
         graph = rewrite(hit, found, op).verify()
-        return graph, Fused(hit.pattern.name, op), list(refusals)
+        return graph, Fused(op), list(refusals)
 
 
 def _equation(graph: Graph, position: int) -> Any:

@@ -45,4 +45,6 @@ class Refusal:
             raise ValueError("Refusal(code=...): expected a non-empty code, found ''")
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {self.code} at {self.site} [{self.stage}]: expected {self.expected}, found {self.found}"
+        return (
+            f"{self.pattern}: {self.code} at {self.site} [{self.stage}]: expected {self.expected}, found {self.found}"
+        )

@@ -44,7 +44,7 @@ def fuse(
     context = make_context(policy, patterns, kernels)
     if isinstance(target, FusedFunction):
         target = target.__wrapped__
-    if _is_unbound_linen(target):
+    if is_unbound_linen(target):
         from aicf_jax.fronts import linen_module
 
         return linen_module.fuse_module(target, context)
@@ -75,6 +75,7 @@ def make_context(policy: Policy, patterns: Sequence[Pattern], kernels: Sequence[
     return Context(policy, tuple(patterns), tuple(kernels))
 
 
-def _is_unbound_linen(target: Any) -> bool:
+def is_unbound_linen(target: Any) -> bool:
+    """Whether `target` is a linen module that is not bound to variables (a bound one is a function of its inputs)."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(target, linen.Module) and target.scope is None

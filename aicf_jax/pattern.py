@@ -93,7 +93,7 @@ class NearMiss:
     Attributes:
       code, expected, found: of the refusal. None for `expected`/`found`: the last node's own attributes of these names
         (and ``code``) are used, so that normal forms can describe what they saw.
-      sequence: tests along the chain, as in a pattern, but without the safety condition.
+      sequence: tests along the chain, as in a pattern.
       fork: the last node's consumers must include one for each of these tests (other than each other).
       operand: the last node must have another operand that is computed by a node passing this test.
     """
@@ -208,21 +208,22 @@ def near_miss(graph: Graph, pattern: Pattern, start: int) -> Refusal | None:
     """Why a chain that resembles the pattern is not it; None when nothing resembles it."""
     if not pattern.sequence[0].accepts(graph.flag_list[start]):
         return None
+    unsafe = max(chains(graph, pattern.sequence, start, safe=False), key=len, default=())
     for row in pattern.near_misses:
-        for path in chains(graph, row.sequence, start, safe=False):
-            if _applies(graph, row, path):
+        for path in chains(graph, row.sequence, start):
+            if _applies(graph, row, path, unsafe):
                 return _refusal(graph, pattern, row, graph.nodes[path[-1]])
-    for path in chains(graph, pattern.sequence, start, safe=False):
-        return _unsafe(graph, pattern, path)
-    return None
+    return _unsafe(graph, pattern, unsafe)
 
 
-def _applies(graph: Graph, row: NearMiss, path: tuple[int, ...]) -> bool:
+def _applies(graph: Graph, row: NearMiss, path: tuple[int, ...], unsafe: tuple[int, ...]) -> bool:
     last = graph.nodes[path[-1]]
     if row.operand is not None:
         producers = {int(graph.producer[v]) for v in last.inputs} - set(path)
         if not any(p >= 0 and row.operand.accepts(graph.flag_list[p]) for p in producers):
             return False
+    if row.fork and any(row.fork[0].accepts(graph.flag_list[i]) for i in unsafe):
+        return False  # the pattern itself goes through the first branch; the trouble is the second user
     users = graph.consumers(path[-1])
     return all(any(t.accepts(graph.flag_list[u]) for u in users) for t in row.fork)
 

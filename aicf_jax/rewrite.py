@@ -39,7 +39,13 @@ def region(match: Match, context: Any) -> Region:
     for n in nodes:
         operands = tuple(v for v in n.inputs if graph.values[v].kind != "literal")
         steps.append(
-            Step(_role(n), n.op, _body(graph, n, operands), tuple(slots[v] for v in operands), n.attr("from_output", False))
+            Step(
+                _role(n),
+                n.op,
+                _body(graph, n, operands),
+                tuple(slots[v] for v in operands),
+                n.attr("from_output", False),
+            )
         )
         slots[n.outputs[0]] = len(inputs) + len(steps) - 1
     outputs = _outputs(match)
@@ -53,6 +59,7 @@ def region(match: Match, context: Any) -> Region:
         key=_key(steps),
         context=context,
         site=match.site,
+        pattern=match.pattern.name,
     )
     return Region(inputs, outputs, op)
 

@@ -64,7 +64,9 @@ def is_traced(x: Any, host_static: bool = False) -> bool:
 
 
 def _is_jax_dtype(dtype: Any) -> bool:
-    return dtype.kind != "V" or dtype.name in ("bfloat16",) or dtype.name.startswith(("float8", "int4", "uint4", "int2"))
+    return (
+        dtype.kind != "V" or dtype.name in ("bfloat16",) or dtype.name.startswith(("float8", "int4", "uint4", "int2"))
+    )
 
 
 def has_host_values(s: Split) -> bool:

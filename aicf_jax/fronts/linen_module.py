@@ -81,7 +81,9 @@ def _lifted(cls: type, context: Context) -> Any:
     """The module's call as a pure function of its variables and rngs, fused: flax lifts it as it does for `nn.jit`."""
 
     def transform(fn: Any, variables: bool = True, rngs: bool = True) -> Any:
-        def inner(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             def pure(variable_groups: Any, rng_groups: Any, args: Any, kwargs: Any) -> Any:
                 scope = scope_fn(variable_groups, rng_groups)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
@@ -91,4 +93,3 @@ def _lifted(cls: type, context: Context) -> Any:
         return lift.pack(inner, (variables,), (variables,), (rngs,), name="fuse", enable_kwargs=True)
 
     return nn.transforms.decorator_lift_transform(transform, cls.__call__, multi_scope=True)  # pyright: ignore[reportAttributeAccessIssue]
-

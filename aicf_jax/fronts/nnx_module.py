@@ -25,28 +25,43 @@ def is_fused(module: Any) -> bool:
     return hasattr(type(module), "_aicf_context")
 
 
+def plain_call(module: Any) -> Any:
+    """The unfused call of a module, fused or not, as a function of the call's arguments."""
+    cls = _original_class(type(module))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cls.__call__(module, *args, **kwargs)
+
+    return call
+
+
+def _original_class(cls: type) -> Any:
+    """The model's own class behind a fused one."""
+    return cls.__mro__[1] if hasattr(cls, "_aicf_context") else cls
+
+
 @functools.lru_cache(maxsize=256)
 def _fused_class(cls: type, context: Context) -> type:
     """One subclass per type and context, so that graph definitions of two fused copies are equal."""
-    if hasattr(cls, "_aicf_context"):
-        cls = cls.__mro__[1]
-    if "__call__" not in dir(cls):
-        raise TypeError(f"fuse(target=...): expected an nnx module with a __call__ method, found {cls.__name__}")
+    original = _original_class(cls)
+    if "__call__" not in dir(original):
+        raise TypeError(f"fuse(target=...): expected an nnx module with a __call__ method, found {original.__name__}")
 
+    @functools.wraps(original.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return original.__call__(self, *args, **kwargs)
 
-    fused = FusedFunction(functools.wraps(cls.__call__)(call), context)
+    fused = FusedFunction(call, context)
 
-    @functools.wraps(cls.__call__)
+    @functools.wraps(original.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return fused(self, *args, **kwargs)
 
     body = {
         "__call__": __call__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
         "_aicf_context": context,
     }
-    return type(cls)(cls.__name__, (cls,), body)
+    return type(original)(original.__name__, (original,), body)

@@ -68,7 +68,9 @@ class Kernel:
         if not self.platforms or set(self.platforms) - known:
             raise ValueError(f"Kernel({self.name!r}, platforms=...): expected some of {known}, found {self.platforms}")
         if self.numerics not in NUMERICS:
-            raise ValueError(f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}")
+            raise ValueError(
+                f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}"
+            )
         if not callable(self.run):
             raise TypeError(f"Kernel({self.name!r}, run=...): expected a function, found {self.run!r}")
 

@@ -80,7 +80,7 @@ class FusedOp:
       key: structural key of the equations.
       context: policy, patterns and kernels it was made under.
       choices: (platform, kernel name) for every platform it may be lowered to.
-      site: the user's source line; not part of equality.
+      site, pattern: the user's source line and the pattern that found it; not part of equality.
     """
 
     semantic: SemanticOp
@@ -92,6 +92,7 @@ class FusedOp:
     context: Any
     choices: tuple[tuple[str, str], ...] = ()
     site: str = ""
+    pattern: str = ""
 
     def _identity(self) -> tuple[Hashable, ...]:
         return (self.semantic.name, self.blob, self.key, self.results, self.choices, self.context)

@@ -1,0 +1,146 @@
+"""`explain`: what `fuse` does with a program, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from aicf_jax.cache import build_plan
+from aicf_jax.engine import Backward, Context, backward_program
+from aicf_jax.fronts import state
+from aicf_jax.fronts.function import FusedFunction, trace_call
+from aicf_jax.fuse import is_unbound_linen, make_context
+from aicf_jax.graph import Graph, build, schedule
+from aicf_jax.kernels import KERNELS, XLA, Kernel
+from aicf_jax.ops import FusedOp
+from aicf_jax.pattern import Pattern
+from aicf_jax.patterns import FUSION_PATTERNS
+from aicf_jax.plan import linearize
+from aicf_jax.policy import TARGETS, Policy
+from aicf_jax.printer import type_text
+from aicf_jax.report import Fusion, Report
+from aicf_jax.select import cost_of
+
+
+def explain(
+    target: Any,
+    *args: Any,
+    policy: Policy | None = None,
+    patterns: Sequence[Pattern] | None = None,
+    kernels: Sequence[Kernel] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """What is fused in a call of `target`, what is refused and why.
+
+    Args:
+      target: as for `fuse`, or a fused target (whose own policy, patterns and kernels then hold unless given here).
+      *args, **kwargs: of the call; for a linen module, of its ``apply``. `jax.ShapeDtypeStruct` may stand for arrays.
+      policy, patterns, kernels: as for `fuse`.
+
+    Runs nothing: the program is traced, and nothing is compiled or executed.
+
+    Raises:
+      TypeError: `target` is not callable.
+      Whatever tracing the call raises.
+    """
+    function, name, own = _entry(target)
+    context = make_context(
+        policy if policy is not None else own.policy if own else Policy(),
+        patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS,
+        kernels if kernels is not None else own.kernels if own else KERNELS,
+    )
+    traced = trace_call(function, args, kwargs)
+    plan = build_plan(traced.jaxpr, context)
+    before = linearize(build(traced.jaxpr), {}).peak_bytes()
+    if plan.rewritten is None:
+        return Report(name, (), (), str(plan.jaxpr), before, before, plan.failure)
+    done = plan.rewritten
+    fusions = tuple(_fusion(fused.op, context) for fused in done.fusions)
+    return Report(name, fusions, done.refusals, str(plan.jaxpr), before, done.plan.peak_bytes())
+
+
+def _entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
+    """The function to trace, its name, and the context of a target that is fused already."""
+    if isinstance(target, FusedFunction):
+        return target.__wrapped__, getattr(target, "__name__", "function"), target.context
+    if is_unbound_linen(target):
+        from aicf_jax.fronts import linen_module
+
+        own = type(target)._aicf_context if linen_module.is_fused(target) else None
+        original = linen_module.unfused(target) if own else target
+        return original.apply, type(target).__name__, own
+    if state.is_object(target):
+        from aicf_jax.fronts import nnx_module
+
+        own = type(target)._aicf_context if nnx_module.is_fused(target) else None
+        return nnx_module.plain_call(target), type(target).__name__, own
+    if not callable(target) or isinstance(target, type):
+        raise TypeError(f"explain(target=...): expected what fuse takes, found {target!r}")
+    return target, getattr(target, "__name__", type(target).__name__), None
+
+
+def _fusion(op: FusedOp, context: Context) -> Fusion:
+    cost = cost_of(op)
+    return Fusion(
+        op=op.semantic.name,
+        pattern=op.pattern,
+        kernel=dict(op.choices).get(_platform(context.policy), XLA),
+        kernels=op.choices,
+        numerics=op.semantic.numerics,
+        site=op.site,
+        attrs=str(op.blob),
+        result=type_text(op.out_avals[0]),
+        bytes_before=cost.bytes_before,
+        bytes_after=cost.bytes_after,
+        launches_before=cost.launches_before,
+        launches_after=cost.launches_after,
+        backward=backward_text(backward_program(op, tuple(range(len(op.in_avals))))),
+    )
+
+
+def _platform(policy: Policy) -> str:
+    if policy.target is not None:
+        return TARGETS[policy.target]
+    backend = jax.default_backend()
+    return TARGETS.get(backend, backend)
+
+
+def backward_text(backward: Backward) -> str:
+    """A derived backward, one line per operation, with the names of the textbook: ``dZ``, ``dX``, ``dW``, ``db``."""
+    graph = backward.rewritten.graph
+    same = _reshapes(graph)
+    wanted = ["d" + backward.names[i] for i in backward.wanted]
+    names = dict(zip(graph.arguments, backward.names, strict=True))
+    for v, name in zip(graph.results, wanted, strict=True):
+        names.setdefault(same.get(v, v), name)
+    lines = []
+    for k, i in enumerate(schedule(graph)):
+        node = graph.nodes[i]
+        if node.outputs[0] in same:
+            continue
+        dz = 1 if node.payload is not None else 0 if node.op.endswith("_grad") else None
+        for j, v in enumerate(node.outputs):
+            names.setdefault(v, "dZ" if j == dz else f"t{k}")
+        inputs = ", ".join(names.get(same.get(v, v)) or str(graph.literal(v)) for v in node.inputs)
+        outputs = ", ".join(names[v] for v in node.outputs)
+        what = f"{node.op}[{node.payload.blob['activation']}]" if node.payload is not None else node.op
+        kernel = f"   kernel {_kernel_names(node.payload)}" if node.payload is not None else ""
+        lines.append(f"{outputs} = {what}({inputs}): {type_text(graph.values[node.outputs[0]].aval)}{kernel}")
+    lines.append("return " + ", ".join(wanted))
+    return "\n".join(lines)
+
+
+def _reshapes(graph: Graph) -> dict[int, int]:
+    """Reshaped value -> the value it is a view of."""
+    same: dict[int, int] = {}
+    for i in schedule(graph):
+        node = graph.nodes[i]
+        if node.op == "reshape":
+            same[node.outputs[0]] = same.get(node.inputs[0], node.inputs[0])
+    return same
+
+
+def _kernel_names(op: FusedOp) -> str:
+    return ", ".join(dict.fromkeys(name for _, name in op.choices)) or XLA
