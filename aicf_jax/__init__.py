@@ -1,7 +1,7 @@
 """Semantic fusion for JAX.
 
-`fuse` rewrites a function or flax model by what its operations mean and keeps it differentiable in every mode; `explain`
-says what was fused, what was not, and why. The six stages behind them are described in ``docs/design``.
+`fuse` rewrites a function or flax model by what its operations mean and keeps it differentiable in every mode;
+`explain` says what was fused, what was not, and why. The six stages behind them are described in ``docs/design``.
 """
 
 from aicf_jax import ops

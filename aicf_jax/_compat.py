@@ -105,8 +105,8 @@ def _library_folders() -> tuple[str, ...]:
 def rule_function(params: dict[str, Any], name: str) -> Any:
     """The user's differentiation rule behind a custom_jvp/custom_vjp parameter.
 
-    Tracing wraps the rule in fresh closures every time; the rule itself sits in a cell of them, named `name` (``"jvp"``,
-    ``"fwd"``). Returns the parameter itself when the nesting is not the known one.
+    Tracing wraps the rule in fresh closures every time; the rule itself sits in a cell of them, named `name`
+    (``"jvp"``, ``"fwd"``). Returns the parameter itself when the nesting is not the known one.
     """
     outer = params[next(k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk") if k in params)]
     todo, seen = [outer], 0
@@ -140,7 +140,7 @@ def wrapped_parts(f: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None
 
 
 def rule_parts(x: Any) -> tuple[Any, ...] | None:
-    """The parts of jax's own carriers of differentiation rules that decide what they compute, None for other objects."""
+    """The parts of jax's carriers of differentiation rules that decide what they compute, None for other objects."""
     if isinstance(x, (_lu.Store, _lu.EqualStore)):
         return ()  # a place for a result of tracing, not an input of it
     if isinstance(x, (_util.Hashable, _util.Unhashable)):
@@ -225,8 +225,8 @@ def new_equation(
 def hoist_constants(jaxpr: Any) -> tuple[Any, list[Any]]:
     """The same program with its own constants, and those hidden in inner jits, as leading arguments.
 
-    Returns the constant-free jaxpr and the values of the hidden ones, which come first. (Constants of other constructs are
-    already operands: jax hoists them out of scan, while and cond bodies when it traces those.)
+    Returns the constant-free jaxpr and the values of the hidden ones, which come first. (Constants of other
+    constructs are already operands: jax hoists them out of scan, while and cond bodies when it traces those.)
     """
     eqns, hidden = _hoist(jaxpr, {})
     variables = [v for v, _ in hidden]

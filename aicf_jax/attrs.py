@@ -1,8 +1,8 @@
 """`AttrBlob`: the attributes of a fused operation, packed to bytes.
 
-Layout, little endian: ``uint16 kind_id, uint16 schema_id``, then the schema's fields in order: ``int`` as int32, ``float``
-as float64, ``enum`` as int32 index into its choices. Equal attributes give equal bytes on every machine, so a blob is
-the key of kernel specialization, of lowering caches and of tuning caches on disk.
+Layout, little endian: ``uint16 kind_id, uint16 schema_id``, then the schema's fields in order: ``int`` as int32,
+``float`` as float64, ``enum`` as int32 index into its choices. Equal attributes give equal bytes on every machine, so
+a blob is the key of kernel specialization, of lowering caches and of tuning caches on disk.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ For ``Y = act(X W + b)``, with one shared ``dZ`` in the layout of ``Y``::
 
     dZ = dY * act'(.)      dX = dZ W^T      dW = X^T dZ      db = sum(dZ)
 
-Each step contributes its own VJP: a product is linear in each operand, casts, layouts and biases are linear, an activation
-multiplies by its derivative. The derivative is evaluated from the *residual*: the result Y where jax's own formula is one of
-the output (relu, tanh, sigmoid), else the input Z, recomputing the rest (gelu, silu, elu, ...). Formulas are jax's, step
-by step, so NaN and infinity appear where they do in the unfused gradient. Order of summation over rows is the compiler's.
+Each step contributes its own VJP: a product is linear in each operand, casts, layouts and biases are linear, an
+activation multiplies by its derivative. The derivative is evaluated from the *residual*: the result Y where jax's own
+formula is one of the output (relu, tanh, sigmoid), else the input Z, recomputing the rest (gelu, silu, elu, ...).
+Formulas are jax's, step by step, so NaN and infinity appear where they do in the unfused gradient. Order of summation
+over rows is the compiler's.
 
-The derived backward is traced to a graph, matched, legalized and selected by the same engine as any program (`composite`).
+The derived backward is traced to a graph, matched, legalized and selected by the same engine as any program
+(`composite`).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _one_operand(step: Step, operands: Sequence[Any], k: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PointwiseGrad:
-    """``(r, t) -> t * act'(r)``: cotangent and tangent rule of a pointwise step in one. Static parameter of its node."""
+    """``(r, t) -> t * act'(r)``: cotangent and tangent rule of a pointwise step in one; static parameter of a node."""
 
     name: str
     body: Any
@@ -139,6 +141,7 @@ def tangent(op: FusedOp, inputs: Sequence[Any], residual: Any, tangents: dict[in
     """Forward mode: the tangent of the first result, step by step from the residual. Linear in `tangents`.
 
     Args:
+      op: the fused operation.
       inputs: the operation's inputs (values are read only where a product needs them).
       residual: the value of slot ``op.residual``, None when there is none.
       tangents: input slot -> tangent; a missing slot has none.

@@ -151,9 +151,10 @@ def clear_caches() -> None:
 def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:
     """The plan's results on constants and arguments.
 
-    Inside a program that is being traced (jit, scan, export, ...) the plan's equations become part of it. Outside, the
-    compiled plan runs, also under grad, jvp and vmap. ``numerics="bitwise"`` runs equation by equation outside of a trace,
-    as the unfused call does: a compiler may contract a multiplication and an addition that follow each other.
+    Inside a program that is being traced (jit, scan, export, ...) the plan's equations become part of it. Outside,
+    the compiled plan runs, also under grad, jvp and vmap. ``numerics="bitwise"`` runs equation by equation outside of
+    a trace, as the unfused call does: a compiler may contract a multiplication and an addition that follow each
+    other.
     """
     from aicf_jax import verify
 

@@ -200,7 +200,8 @@ def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
     engine = Engine(op.context)
     done = engine.rewrite(jaxpr)
     if all(is_left_to_xla(fusion.op) for fusion in done.fusions):
-        # Nothing gained by an operation that stands for its own equations: keep them visible to further transformations.
+        # Nothing gained by an operation that stands for its own equations: keep them visible to further
+        # transformations.
         done = dataclasses.replace(done, jaxpr=jaxpr)
     residual_name = () if not saved else ("Y",) if op.residual in op.results else ("Z",)
     return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted, bool(saved))

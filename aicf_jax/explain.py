@@ -36,8 +36,11 @@ def explain(
 
     Args:
       target: as for `fuse`, or a fused target (whose own policy, patterns and kernels then hold unless given here).
-      *args, **kwargs: of the call; for a linen module, of its ``apply``. `jax.ShapeDtypeStruct` may stand for arrays.
-      policy, patterns, kernels: as for `fuse`.
+      *args: of the call; for a linen module, of its ``apply``. `jax.ShapeDtypeStruct` may stand for arrays.
+      policy: as for `fuse`.
+      patterns: as for `fuse`.
+      kernels: as for `fuse`.
+      **kwargs: of the call.
 
     Runs nothing: the program is traced, and nothing is compiled or executed.
 

@@ -57,36 +57,39 @@ STATIC_MASK = OpFlags((1 << 32) - 1)
 
 _E = OpFlags.IS_ELEMENTWISE
 
+
+def _names(words: str) -> list[str]:
+    return words.split()
+
+
 #: primitive name -> static bits. This is the only place where operations are told apart by name.
 PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
     **dict.fromkeys(
-        "abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf erf_inv erfc eq exp exp2 expm1 "
-        "floor ge gt integer_pow is_finite le log log1p logistic lt max min ne neg nextafter not or and xor pow real "
-        "rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh copy copy_p stop_gradient".split(),
+        _names(
+            "abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf erf_inv erfc eq exp exp2 "
+            "expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min ne neg nextafter not or and xor "
+            "pow real rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh copy copy_p stop_gradient "
+            "custom_jvp_call"
+        ),
         _E,
     ),
-    "add": _E | OpFlags.IS_JOIN,
-    "add_any": _E | OpFlags.IS_JOIN,
-    "mul": _E | OpFlags.IS_JOIN,
-    "custom_jvp_call": _E,
+    **dict.fromkeys(_names("add add_any mul"), _E | OpFlags.IS_JOIN),
     "convert_element_type": _E | OpFlags.IS_CAST,
     "broadcast_in_dim": OpFlags.IS_BROADCAST,
-    "reshape": OpFlags.IS_LAYOUT,
-    "transpose": OpFlags.IS_LAYOUT,
-    "squeeze": OpFlags.IS_LAYOUT,
-    "expand_dims": OpFlags.IS_LAYOUT,
-    "activation_grad": OpFlags.IS_ACTIVATION_GRAD | _E,
-    "fused": OpFlags.IS_FUSED,
-    "fused_tangent": OpFlags.IS_FUSED,
+    **dict.fromkeys(_names("reshape transpose squeeze expand_dims"), OpFlags.IS_LAYOUT),
+    "activation_grad": _E | OpFlags.IS_ACTIVATION_GRAD,
+    **dict.fromkeys(_names("fused fused_tangent"), OpFlags.IS_FUSED),
     "dot_general": OpFlags.IS_GEMM_LIKE | OpFlags.HAS_PARAM,
     "conv_general_dilated": OpFlags.IS_CONV | OpFlags.HAS_PARAM,
     **dict.fromkeys(
-        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax".split(),
+        _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax"),
         OpFlags.IS_REDUCTION,
     ),
     **dict.fromkeys(
-        "jit pjit scan while cond remat remat2 checkpoint closed_call core_call custom_vjp_call custom_vjp_call_jaxpr "
-        "shard_map".split(),
+        _names(
+            "jit pjit scan while cond remat remat2 checkpoint closed_call core_call custom_vjp_call "
+            "custom_vjp_call_jaxpr shard_map"
+        ),
         OpFlags.IS_CONTROL_FLOW,
     ),
 }

@@ -31,11 +31,12 @@ def fuse(
       kernels: what fused operations may run as. "Leave it to XLA" is always a candidate.
 
     Returns:
-      For a function, a function with the same name and signature. For a linen module, a module of a subclass of its type
-      with fused ``apply``. For an nnx module, an instance of a subclass of its type that shares its state.
+      For a function, a function with the same name and signature. For a linen module, a module of a subclass of its
+      type with fused ``apply``. For an nnx module, an instance of a subclass of its type that shares its state.
 
-    Called outside of ``jit`` the result runs the user's Python again at every call, so closed-over values and module state
-    are the current ones; rewriting and compiling happen once per program. Inside ``jit`` or ``grad`` it costs one trace.
+    Called outside of ``jit`` the result runs the user's Python again at every call, so closed-over values and module
+    state are the current ones; rewriting and compiling happen once per program. Inside ``jit`` or ``grad`` it costs
+    one trace.
 
     Raises:
       TypeError: `target` is none of these, or patterns/kernels hold something else; the argument is named.

@@ -1,15 +1,16 @@
 """Stage 1, second half: the computation graph.
 
-A `Graph` holds mathematical meaning only: operations, their attributes (reduction axes, transposes, masks), and who uses
-what. No tile, warp or memory space appears here. Values are numbered (VIDs); node-to-consumer adjacency is CSR
-(`row_ptr`, `col_indices`, int32); each node has a 64-bit fingerprint in `flags`. Graphs are immutable: passes return new
-ones that share equations and values, so VIDs stay valid from the first stage to the last.
+A `Graph` holds mathematical meaning only: operations, their attributes (reduction axes, transposes, masks), and who
+uses what. No tile, warp or memory space appears here. Values are numbered (VIDs); node-to-consumer adjacency is CSR
+(`row_ptr`, `col_indices`, int32); each node has a 64-bit fingerprint in `flags`. Graphs are immutable: passes return
+new ones that share equations and values, so VIDs stay valid from the first stage to the last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class Graph:
     @functools.cached_property
     def _consumers(self) -> list[list[int]]:
         rows, cols = self.row_ptr.tolist(), self.col_indices.tolist()
-        return [cols[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)]
+        return [cols[a:b] for a, b in itertools.pairwise(rows)]
 
     def consumers(self, node: int) -> list[int]:
         """Positions of the nodes that use a node's outputs, ascending."""
@@ -252,8 +253,8 @@ def _drop_dead(nodes: Sequence[Node], results: Iterable[int]) -> list[Node]:
 def _order(nodes: Sequence[Node]) -> list[int]:
     """Positions in execution order: program order, a node held back only until its inputs exist.
 
-    A fused node sits at its anchor's place, which may come before the equations of its other inputs. Nothing is ever moved
-    forward, so operations with effects keep their order.
+    A fused node sits at its anchor's place, which may come before the equations of its other inputs. Nothing is ever
+    moved forward, so operations with effects keep their order.
     """
     missing = {v for node in nodes for v in node.outputs}
     held: dict[int, list[int]] = {}

@@ -1,6 +1,7 @@
 """Stage 3: patterns are data, a regular expression over fingerprints; matching decides nothing about speed or legality.
 
-A pattern is a sequence of bit tests with quantifiers. It is matched along the chain of consumers that starts at its anchor::
+A pattern is a sequence of bit tests with quantifiers. It is matched along the chain of consumers that starts at its
+anchor::
 
     Pattern("gemm_epilogue", [GEMM, star(CAST | LAYOUT), opt(BIAS), ACTIVATION], rewrite=ops.gemm_epilogue)
 

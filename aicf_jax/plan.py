@@ -45,8 +45,11 @@ class ExecPlan:
 
     @functools.cached_property
     def lifetimes(self) -> dict[Any, tuple[int, int]]:
-        """Variable -> (step that defines it, last step that reads it). Arguments are defined at -1; a result of the
-        program is read by the step after the last; a value nobody reads dies where it is defined."""
+        """Variable -> (step that defines it, last step that reads it).
+
+        Arguments are defined at -1; a result of the program is read by the step after the last; a value nobody reads
+        dies where it is defined.
+        """
         born = dict.fromkeys(self.arguments, -1)
         last = dict(born)
         for k, eqn in enumerate(self.eqns):
@@ -64,8 +67,8 @@ class ExecPlan:
         """Step -> {operand: result}: results that may be written over an operand.
 
         Safe when the operand dies at this step, is computed by an earlier step (arguments and constants belong to the
-        caller), is read by it once, and has the result's shape and dtype. Only pointwise and fused steps read each element
-        before they write it. Kernels take this as ``input_output_aliases``.
+        caller), is read by it once, and has the result's shape and dtype. Only pointwise and fused steps read each
+        element before they write it. Kernels take this as ``input_output_aliases``.
         """
         found: dict[int, dict[int, int]] = {}
         for k, eqn in enumerate(self.eqns):
@@ -118,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def linearize(graph: Graph, fused_eqns: dict[int, Any]) -> ExecPlan:
-    """The plan of a rewritten graph. `fused_eqns` maps positions of fused nodes to the equations that stand for them."""
+    """The plan of a rewritten graph. `fused_eqns`: position of a fused node -> the equation that stands for it."""
     items = [Item(i, flat.eqn) for i, flat in enumerate(graph.equations)]
     covered: set[int] = set()
     for position, eqn in fused_eqns.items():

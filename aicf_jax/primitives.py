@@ -1,13 +1,15 @@
 """The primitives that carry a fused operation through every JAX transformation.
 
 - ``fused``: the operation. Lowers to the kernel chosen for the platform it is lowered to. Batching traces the batched
-  equations and sends them through the engine again, so a batched fused operation is a fused operation where that is legal.
-- ``fused_tangent``: its tangent, linear in the tangents. Forward mode evaluates it; its transpose is the composite backward.
+  equations and sends them through the engine again, so a batched fused operation is a fused operation where that is
+  legal.
+- ``fused_tangent``: its tangent, linear in the tangents. Forward mode evaluates it; its transpose is the composite
+  backward.
 - ``activation_grad`` (in `autodiff`): a pointwise derivative inside a composite backward.
 
-An operation that is left to XLA on every platform is differentiated as its own equations plus ``fused_tangent``: checkpoint
-policies then see the products they look for, and residuals are what `FusedOp.residual` says. One with a kernel of its own
-is kept whole, and ``fused`` returns the residual as a further result.
+An operation that is left to XLA on every platform is differentiated as its own equations plus ``fused_tangent``:
+checkpoint policies then see the products they look for, and residuals are what `FusedOp.residual` says. One with a
+kernel of its own is kept whole, and ``fused`` returns the residual as a further result.
 """
 
 from __future__ import annotations

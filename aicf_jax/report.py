@@ -24,7 +24,8 @@ class Fusion:
       attrs: attributes, e.g. ``"activation=relu has_bias=1"``.
       result: type of the result.
       bytes_before, bytes_after: bytes between memory and chip, one kernel per operation as written against one in all.
-      launches_before, launches_after: kernel launches, counted the same way. What XLA fuses by itself is not subtracted.
+      launches_before, launches_after: kernel launches, counted the same way. What XLA fuses by itself is not
+        subtracted.
       backward: the derived composite backward as text.
     """
 
@@ -99,8 +100,8 @@ class Report:
             for f in self.fusions
         ]
         refused = [[r.pattern, r.code, r.stage, r.expected, r.found, r.site] for r in self.refusals]
-        tables = _table("Fused", "operation attributes kernel bytes launches site backward".split(), fused)
-        tables += _table("Refused", "pattern code stage expected found site".split(), refused)
+        tables = _table("Fused", ["operation", "attributes", "kernel", "bytes", "launches", "site", "backward"], fused)
+        tables += _table("Refused", ["pattern", "code", "stage", "expected", "found", "site"], refused)
         return _PAGE.format(title=html.escape(self.target), tables=tables)
 
 
@@ -117,8 +118,9 @@ def _fusion_lines(f: Fusion) -> list[str]:
         f"fused   {f.op}  {f.attrs}  {f.result}",
         f"        at {f.site}",
         f"        pattern {f.pattern}, kernel {f.kernel}, numerics {f.numerics}",
-        f"        bytes {_arrow(f.bytes_before, f.bytes_after)}, launches {_arrow(f.launches_before, f.launches_after)}",
-        *(f"        {'backward ' if i == 0 else '         '}{line}" for i, line in enumerate(f.backward.splitlines())),
+        f"        bytes {_arrow(f.bytes_before, f.bytes_after)}, "
+        f"launches {_arrow(f.launches_before, f.launches_after)}",
+        *(f"        {'' if i else 'backward':8} {line}" for i, line in enumerate(f.backward.splitlines())),
     ]
 
 

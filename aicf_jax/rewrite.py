@@ -1,7 +1,7 @@
 """Stage 5: a legal match becomes one more abstract node.
 
-The fused node takes its anchor's place and the chain's result keeps its VID, so everything around it stays connected; nodes
-nobody needs any more become NOP. No kernel is chosen here.
+The fused node takes its anchor's place and the chain's result keeps its VID, so everything around it stays connected;
+nodes nobody needs any more become NOP. No kernel is chosen here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stage 6: from a fused operation to a kernel, for each platform the program may be lowered to.
 
-A kernel is a candidate when the operation's requirements are a subset of its capabilities; candidates are ranked by the
-bytes they move. "Leave it to XLA" is always a candidate, so fusing makes no program slower on purpose: it costs what the
-equations cost as written, and wins when nothing is cheaper.
+A kernel is a candidate when the operation's requirements are a subset of its capabilities; candidates are ranked by
+the bytes they move. "Leave it to XLA" is always a candidate, so fusing makes no program slower on purpose: it costs
+what the equations cost as written, and wins when nothing is cheaper.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def nbytes(aval: Any) -> int:
 def cost_of(op: FusedOp) -> Cost:
     """The memory traffic of an operation, step by step and fused.
 
-    As written every step reads its operands and writes its result; fused, inputs are read once and results written once.
-    Casts and layout changes count as steps: on their own they read and write memory too.
+    As written every step reads its operands and writes its result; fused, inputs are read once and results written
+    once. Casts and layout changes count as steps: on their own they read and write memory too.
     """
     avals = [*op.in_avals, *(s.body.outvars[0].aval for s in op.steps)]
     before = sum(sum(nbytes(avals[i]) for i in s.operands) + nbytes(s.body.outvars[0].aval) for s in op.steps)

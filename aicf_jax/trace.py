@@ -1,8 +1,8 @@
 """Stage 1, first half: from a jaxpr to a flat list of equations.
 
 Library functions such as `jax.nn.gelu` arrive as small inner jits. They hide what an operation means, so plain, pure
-and small ones are *seen through*: their equations join the list, each remembering the call it came from. The call itself
-is not lost: whatever is not fused across its border is later emitted as the call it was (`plan.linearize`).
+and small ones are *seen through*: their equations join the list, each remembering the call it came from. The call
+itself is not lost: whatever is not fused across its border is later emitted as the call it was (`plan.linearize`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def is_transparent(eqn: Any) -> bool:
 
 
 def is_call(eqn: Any) -> bool:
+    """Whether an equation is an inner jit."""
     return eqn.primitive.name in _compat.JIT_NAMES
 
 

@@ -1,9 +1,9 @@
 """``Policy(verify=True)``: fused beside unfused, with a bound derived from the reduction length.
 
-An operation of class ``reassociated`` sums the same products in another order. Two orders of a sum of n terms differ by at
-most ``2 n u sum|terms|``, with u the unit roundoff of the accumulator, plus a rounding of each result to its own dtype; the
-sums of absolute values are bounded by the largest entry of the result only up to cancellation, so the check is against the
-largest magnitude of the reference with a factor for it.
+An operation of class ``reassociated`` sums the same products in another order. Two orders of a sum of n terms differ
+by at most ``2 n u sum|terms|``, with u the unit roundoff of the accumulator, plus a rounding of each result to its
+own dtype; the sums of absolute values are bounded by the largest entry of the result only up to cancellation, so the
+check is against the largest magnitude of the reference with a factor for it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def reduction_length(op: Any) -> int:
 
 
 def difference(got: Any, want: Any) -> float:
-    """Largest difference relative to the largest finite magnitude of `want`; infinite when NaN, infinities or the type
-    differ."""
+    """Largest difference relative to the largest finite magnitude of `want`.
+
+    Infinite when shape or dtype differ, or NaN and infinities are in other places.
+    """
     a, b = (np.asarray(x) for x in (got, want))
     if a.shape != b.shape or a.dtype != b.dtype:
         return math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -29,8 +30,13 @@ _NEEDS_VALUE = (
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """One call as a program: constant-free jaxpr, the values of its leading (constant) arguments and of the rest, and how
-    to make the call's result of the program's."""
+    """One call as a program.
+
+    Attributes:
+      jaxpr: constant-free; closed-over arrays and nnx state are leading arguments.
+      values: of all arguments.
+      finish: makes the call's result of the program's, and writes state back.
+    """
 
     jaxpr: Any
     values: tuple[Any, ...]
@@ -44,10 +50,8 @@ class FusedFunction:
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.context = context
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
             self.__signature__ = inspect.signature(function)
-        except (TypeError, ValueError):  # some builtins have none
-            pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
@@ -77,8 +81,8 @@ class FusedFunction:
 def trace_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Runs the user's Python once, on tracers.
 
-    Python floats and NumPy values are traced; when the function turns out to need the value of one, it runs once more with
-    all of them fixed.
+    Python floats and NumPy values are traced; when the function turns out to need the value of one, it runs once more
+    with all of them fixed.
     """
     call = _Call(function, args, kwargs, host_static=False)
     try:
@@ -111,7 +115,7 @@ class _Call:
         except Exception as error:
             _explain_state(error, self.function)
             raise
-        jaxpr, consts = _compat.open_jaxpr(traced)  # pyright: ignore[reportGeneralTypeIssues]
+        jaxpr, _consts = _compat.open_jaxpr(traced)  # pyright: ignore[reportGeneralTypeIssues]
         jaxpr, hoisted = _compat.hoist_constants(jaxpr)
         values = (*hoisted, *traced.consts, *self.objects.leaves, *self.leaves.dynamic)
         return Traced(jaxpr, values, self._finish)
@@ -156,8 +160,8 @@ def _explain_state(error: Exception, function: Any) -> None:
         return
     name = getattr(function, "__qualname__", repr(function))
     raise FuseError(
-        f"{name} changes the state of an nnx object that fuse could not find among its arguments and closures: {error}. "
-        "Fuse the module itself, or pass it as an argument"
+        f"{name} changes the state of an nnx object that fuse could not find among its arguments and closures "
+        f"({error}). Fuse the module itself, or pass it as an argument"
     ) from error
 
 

@@ -1,8 +1,8 @@
 """Which parts of a call are traced, and which are fixed.
 
-Arrays, NumPy values and Python floats are traced; everything else (strings, None, booleans, integers, functions, dtypes,
-configurations) is part of the program. Nothing static is ever a cache key by itself: the user's Python runs again at every
-call, and what it made of its static arguments is in the program that it traced.
+Arrays, NumPy values and Python floats are traced; everything else (strings, None, booleans, integers, functions,
+dtypes, configurations) is part of the program. Nothing static is ever a cache key by itself: the user's Python runs
+again at every call, and what it made of its static arguments is in the program that it traced.
 """
 
 from __future__ import annotations

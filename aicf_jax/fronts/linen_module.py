@@ -15,8 +15,8 @@ from aicf_jax.fronts.function import FusedFunction
 def fuse_module(module: nn.Module, context: Context) -> nn.Module:
     """A module of a subclass of the module's type with the same fields.
 
-    ``init`` gives the unfused parameters bit for bit. ``apply`` (with rngs, mutable, method, keyword arguments) runs fused.
-    Used inside another module, its call is lifted and fused there; names in the parameter tree do not change.
+    ``init`` gives the unfused parameters bit for bit. ``apply`` (with rngs, mutable, method, keyword arguments) runs
+    fused. Used inside another module, its call is lifted and fused there; names in the parameter tree do not change.
     """
     cls = _fused_class(type(module), context)
     fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,6 +24,7 @@ def fuse_module(module: nn.Module, context: Context) -> nn.Module:
 
 
 def is_fused(module: Any) -> bool:
+    """Whether a module came out of `fuse_module`."""
     return hasattr(type(module), "_aicf_context")
 
 

@@ -22,6 +22,7 @@ def fuse_module(module: Any, context: Context) -> Any:
 
 
 def is_fused(module: Any) -> bool:
+    """Whether a module came out of `fuse_module`."""
     return hasattr(type(module), "_aicf_context")
 
 

@@ -1,8 +1,8 @@
 """flax nnx objects in a call: found, taken apart into arrays, updated afterwards.
 
 nnx modules are mutable and may share parts. All that a call can reach (arguments, closures, a bound method's object,
-globals the function names) are split together, so sharing is kept; the function runs on copies made of traced arrays; what
-it changed is written back to the originals.
+globals the function names) are split together, so sharing is kept; the function runs on copies made of traced arrays;
+what it changed is written back to the originals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_object(x: Any) -> bool:
 
 
 def captured(function: Any) -> list[Any]:
-    """nnx objects a function holds on to, each once, in a fixed order."""
+    """Mutable nnx objects a function holds on to, each once, in a fixed order."""
     found: dict[int, Any] = {}
     _walk(function, found, 0, set())
     return list(found.values())
@@ -158,8 +158,8 @@ class Objects:
             nnx.update(self.originals, jax.tree.unflatten(changes.tree, leaves))
         except errors.TraceContextError as error:
             raise FuseError(
-                "the function changes the state of an nnx object that was made outside of the transformation it runs in; "
-                "pass the object as an argument of the transformed function, or use nnx.jit, nnx.grad, ..."
+                "the function changes the state of an nnx object that was made outside of the transformation it runs "
+                "in; pass the object as an argument of the transformed function, or use nnx.jit, nnx.grad, ..."
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Stage 2: same meaning, same form.
 
-Each module here exports one `RULE`. A rule looks at a graph and says which nodes are really one canonical operation; the
-canonical node remembers the equations it covers (`Node.covers`). Normalization is a *view*: nothing is edited, and what
-is not fused later runs the covered equations exactly as written.
+Each module here exports one `RULE`. A rule looks at a graph and says which nodes are really one canonical operation;
+the canonical node remembers the equations it covers (`Node.covers`). Normalization is a *view*: nothing is edited,
+and what is not fused later runs the covered equations exactly as written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Hash-consed expressions of one variable: equal expressions get equal numbers.
 
 The reduction is deliberately small, so that two expressions with the same number compute the same thing: operands of
-commutative operations are ordered, ``<`` is ``>`` turned round, squares are products, conversions to the same type and
-copies vanish, constants are compared after rounding to the type they are used in. User-written derivatives stay part of an
+commutative operations are ordered, ``<`` is ``>`` turned round, squares are products, conversions to the same type
+and copies vanish, constants are compared after rounding to the type they are used in. User-written derivatives stay
+part of an
 expression: a custom_jvp function equals another only if rule and body are equal.
 """
 

@@ -1,7 +1,7 @@
 """Which role each dimension of a value plays in the matrix product it comes from.
 
-``"b"`` batch, ``"m"`` free dimension of the left operand, ``"n"`` free dimension of the right operand (the features). The
-roles follow the value through casts, transposes, biases and reshapes that keep the features apart from the rest.
+``"b"`` batch, ``"m"`` free dimension of the left operand, ``"n"`` free dimension of the right operand (the features).
+The roles follow the value through casts, transposes, biases and reshapes that keep the features apart from the rest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How people write activations. Data for the `activation` rule: one row a spelling.
 
-A spelling is an ordinary function of ``z``. It is traced once per dtype and reduced to an expression; a region of a user's
-program with the same expression is that activation. Adding a spelling adds no risk to values: a fused region evaluates
-the user's own equations, so all a row decides is the name.
+A spelling is an ordinary function of ``z``. It is traced once per dtype and reduced to an expression; a region of a
+user's program with the same expression is that activation. Adding a spelling adds no risk to values: a fused region
+evaluates the user's own equations, so all a row decides is the name.
 """
 
 from __future__ import annotations

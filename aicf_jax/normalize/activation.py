@@ -1,8 +1,8 @@
 """Canonical activations: regions of pointwise equations that are one of the known functions of a single value.
 
-From an argument or the result of a product, bias, cast or layout change the region of equations that depend on nothing else (and on scalar
-constants) is grown; each value in it gets an expression (`_expressions`); the last one that equals a known spelling and
-whose inner values nobody else uses becomes one canonical node.
+From an argument or the result of a product, bias, cast or layout change the region of equations that depend on
+nothing else (and on scalar constants) is grown; each value in it gets an expression (`_expressions`); the last one
+that equals a known spelling and whose inner values nobody else uses becomes one canonical node.
 """
 
 from __future__ import annotations

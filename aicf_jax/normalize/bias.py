@@ -1,8 +1,8 @@
 """Canonical bias: adding to a matrix product something that is constant along its rows.
 
-The addend is followed back through broadcasts and reshapes to the vector it was. Which dimensions it varies along decides:
-features only is a bias; everything is a residual (no bias); rows but not everything is the wrong dimension, which is named
-as such so that the refusal can say so.
+The addend is followed back through broadcasts and reshapes to the vector it was. Which dimensions it varies along
+decides: features only is a bias; everything is a residual (no bias); rows but not everything is the wrong dimension,
+which is named as such so that the refusal can say so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from aicf_jax.normalize._rule import Rule
 
 
 def broadcast_source(graph: Graph, vid: int) -> tuple[int, set[int], tuple[int, ...]]:
-    """``(source, varying, covers)``: the value `vid` was broadcast from, the dimensions of `vid` along which it can
-    differ, and the equations in between (each may be recomputed: they move no data of their own)."""
+    """What a value was broadcast from.
+
+    Returns ``(source, varying, covers)``: the VID at the origin, the dimensions of `vid` along which the value can
+    differ, and the equations in between (each may be recomputed: they move no data of their own).
+    """
     shape = graph.values[vid].aval.shape
     where = {d: d for d in range(len(shape))}  # dimension of `vid` -> dimension of the current value
     covers: list[int] = []

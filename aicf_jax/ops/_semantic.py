@@ -52,11 +52,12 @@ class Step:
     """One canonical operation inside a fused one.
 
     Attributes:
-      role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its operands),
-        ``"pointwise"`` (a function of each element of its one operand).
+      role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
+        operands), ``"pointwise"`` (a function of each element of its one operand).
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the result: the user's own equations.
-      operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's result.
+      operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
+        result.
       from_output: a pointwise step whose derivative is a function of its result.
     """
 

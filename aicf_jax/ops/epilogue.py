@@ -1,15 +1,15 @@
 """``gemm_epilogue``: ``Y = act(A @ B + b)`` in one operation.
 
-Shapes: ``A [..., M, K]``, ``B [K, N]`` (or batched, or with several feature dimensions), ``b`` broadcast along everything
-but the features. Accumulation: as in the equations it stands for (``preferred_element_type``, float32 for low-precision
-operands). Memory moved by one kernel: ``A``, ``B``, ``b`` read once, ``Y`` written once; as written, the product and the
-biased product are each written and read again.
+Shapes: ``A [..., M, K]``, ``B [K, N]`` (or batched, or with several feature dimensions), ``b`` broadcast along all
+  but the
+features. Accumulation: as in the equations it stands for (``preferred_element_type``, float32 for
+low-precision operands). Memory moved by one kernel: ``A``, ``B``, ``b`` read once, ``Y`` written once; as written,
+the product and the biased product are each written and read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal

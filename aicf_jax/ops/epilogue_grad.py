@@ -1,8 +1,8 @@
 """``gemm_epilogue_grad``: ``dZ = dY * act'(.)`` and ``db = sum(dZ)`` in one pass.
 
-A part of the derived backward of `gemm_epilogue`, found in it by the same matcher. ``dZ`` has the layout of ``Y``: it feeds
-the two products ``dX = dZ W^T`` and ``dW = X^T dZ`` without a transpose. Memory moved by one kernel: ``dY`` and the residual
-read once, ``dZ`` and ``db`` written once.
+A part of the derived backward of `gemm_epilogue`, found in it by the same matcher. ``dZ`` has the layout of ``Y``: it
+feeds the two products ``dX = dZ W^T`` and ``dW = X^T dZ`` without a transpose. Memory moved by one kernel: ``dY`` and
+the residual read once, ``dZ`` and ``db`` written once.
 """
 
 from __future__ import annotations
