@@ -5,6 +5,7 @@ Each is a few lines, was tried on jax 0.10.2, 0.11.2 and 0.12.0.1, and says what
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import core as _core
 from jax._src import linear_util as _lu
+from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
@@ -28,6 +30,17 @@ Literal = jex.Literal
 Var = jex.Var
 DropVar = _core.DropVar
 no_effects = _core.no_effects
+Tracer = _core.Tracer
+
+
+def jit_disabled() -> bool:
+    """Whether `jax.disable_jit` is on."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009 - a flag pyright does not know
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009
 
 
 def open_jaxpr(value: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -47,7 +60,14 @@ def close_like(old: Any, jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
 
 def make_jaxpr_object(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], effects: Any) -> Any:
     """A jaxpr without constants from its parts."""
-    return jex.Jaxpr((), list(invars), list(outvars), list(eqns), effects)
+    return _empty().replace(invars=list(invars), outvars=list(outvars), eqns=list(eqns), effects=effects)
+
+
+@functools.cache
+def _empty() -> Any:
+    """A jaxpr to make others from: its debug information is what jax expects of every jaxpr."""
+    traced = jax.make_jaxpr(lambda: ())()
+    return open_jaxpr(traced)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def new_var(aval: Any) -> Any:
@@ -61,7 +81,7 @@ def as_function(jaxpr: Any) -> Any:
 
 def base_value(x: Any) -> Any:
     """What is left of a tracer when grad, jvp and vmap are peeled off: an array, or the tracer of a staged program."""
-    while isinstance(x, jax.core.Tracer) and not isinstance(x, _pe.DynamicJaxprTracer):
+    while isinstance(x, Tracer) and not isinstance(x, _pe.DynamicJaxprTracer):
         inner = getattr(x, "primal", None)
         if inner is None:
             inner = getattr(x, "val", None)
@@ -72,7 +92,7 @@ def base_value(x: Any) -> Any:
 
 
 def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def is_staged(x: Any) -> bool:
@@ -160,10 +180,8 @@ def traceback_scope(eqn: Any) -> Any:
 
 def extended_jit_params(params: dict[str, Any], jaxpr: Any, extra: int) -> dict[str, Any]:
     """Parameters of an inner jit whose body takes `extra` further leading arguments."""
-    from jax._src.sharding_impls import UNSPECIFIED
-
     new = dict(params, jaxpr=jaxpr)
-    for name, fill in (("in_shardings", UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)):
+    for name, fill in (("in_shardings", _named_sharding.UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)):
         if name in new:
             new[name] = (fill,) * extra + tuple(new[name])
     return new
@@ -171,12 +189,10 @@ def extended_jit_params(params: dict[str, Any], jaxpr: Any, extra: int) -> dict[
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Whether an inner jit says nothing beyond "call this": no shardings, layouts, donation or compiler options."""
-    from jax._src.sharding_impls import UnspecifiedValue
-
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return (
-        all(isinstance(s, UnspecifiedValue) for s in shardings)
+        all(isinstance(s, _named_sharding.UnspecifiedValue) for s in shardings)
         and all(layout is None for layout in layouts)
         and not any(params.get("donated_invars", ()))
         and not params.get("compiler_options_kvs")

@@ -107,7 +107,7 @@ def pointwise_grad(op: FusedOp) -> PointwiseGrad | None:
     for k, step in enumerate(op.steps):
         if step.role == "pointwise":
             alpha = op.blob.unpack().get("alpha", 0.0)
-            return PointwiseGrad(step.name, step.body, step.from_output, float(alpha), (op.key[k], op.blob))  # pyright: ignore[reportArgumentType]
+            return PointwiseGrad(step.name, step.body, step.from_output, float(alpha), (op.key, k, op.blob))  # pyright: ignore[reportArgumentType]
     return None
 
 

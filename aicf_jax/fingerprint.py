@@ -116,7 +116,7 @@ class Keys:
         opened = _compat.open_jaxpr(x)
         if opened is not None:
             return self.program(*opened)
-        if isinstance(x, jax.core.Tracer):
+        if _compat.is_tracer(x):
             raise Uncacheable("a parameter or differentiation rule closes over a tracer")
         if isinstance(x, (np.ndarray, np.generic)):
             return (x.dtype, x.shape, x.tobytes()) if x.dtype != object else _ById(x)

@@ -40,7 +40,7 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
     kernel = kernel_for(op, platform) if platform is not None else None
     if kernel is not None:
         try:
-            out = list(kernel.run(op, *inputs))
+            out: list[Any] = list(kernel.run(op, *inputs))
             _check_kernel(op, kernel, out)
         except Exception as error:
             if op.context.policy.on_failure == "raise":
@@ -124,10 +124,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
         out = slots[op.results[0]]
         saved = [] if op.residual is None else [slots[op.residual]]
     else:
-        out, *saved = fused_p.bind(*primals, op=op, residual=True)
+        results: list[Any] = fused_p.bind(*primals, op=op, residual=True)
+        out, saved = results[0], results[1:]
     present = tuple(type(t) is not ad.Zero for t in tangents)
     if not any(present):
-        return [out], [ad.Zero.from_primal_value(out)]
+        return [out], [ad.Zero(_compat.typeof(out).to_tangent_aval())]
     dots = [t for t in tangents if type(t) is not ad.Zero]
     return [out], [tangent_p.bind(*primals, *saved, *dots, op=op, present=present)]
 

@@ -54,7 +54,7 @@ class FusedFunction:
             self.__signature__ = inspect.signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:
+        if _compat.jit_disabled():
             return self.__wrapped__(*args, **kwargs)  # for looking into the user's own operations one by one
         try:
             traced = trace_call(self.__wrapped__, args, kwargs)

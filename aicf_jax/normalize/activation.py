@@ -55,7 +55,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def _find(graph: Graph, root: int, keys: Keys) -> tuple[int, Node] | None:
-    table = _table(str(graph.values[root].aval.dtype), bool(jax.config.jax_enable_x64))
+    table = _table(str(graph.values[root].aval.dtype), _compat.x64_enabled())
     for expressions, names in ((table.exact, table.exact_names), (table.loose, table.loose_names)):
         region = _Region(graph, root, Expressions(expressions), keys)
         for position in reversed(region.members):
