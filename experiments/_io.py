@@ -114,6 +114,16 @@ def source_digest(folders: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core during the last minute, on average; None where the system does not count them."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def environment() -> dict[str, Any]:
     """Facts needed to read a result elsewhere: versions, backend, cores; no host name, user or path."""
     import jax
@@ -124,14 +134,13 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         "backend": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
         "architecture": platform.machine(),
-        "cores": cores,
+        "cores": cores(),
     }
 
 

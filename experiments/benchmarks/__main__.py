@@ -144,7 +144,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     console = console or Console()
     found = discover(studies, "STUDY", Study)
     options = parser(found).parse_args(arguments)
-    chosen = list(found.values()) if options.study == "all" else [found[options.study]]
+    # the heaviest first: what overruns its share (a busy machine) then takes from the smaller part
+    by_weight = sorted(found.values(), key=lambda study: -study.weight)
+    chosen = by_weight if options.study == "all" else [found[options.study]]
     try:
         context = context_of(options, console)
         items = {study.name: study.items(context) for study in chosen}

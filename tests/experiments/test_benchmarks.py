@@ -443,7 +443,7 @@ def test_a_run_writes_schema_and_chart_and_is_continued(tmp_path, monkeypatch):
     assert {"python", "packages", "cores", "backend"} <= set(document["config"]["environment"])
     assert set(document["entries"]) == {"mlp/forward", "mlp/value_and_grad"}
     for found in document["entries"].values():
-        assert set(found) == {*entry(), "finished"}
+        assert set(found) == {*entry(), "finished", "load_average"}
         assert all(set(found[key]) == set(entry()[key]) for key in ("ratio", "unfused", "fused"))
         assert found["identical_program"] and found["agrees"] and found["max_relative_difference"] == 0
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
