@@ -38,7 +38,7 @@ class Sampling:
 
     tolerance: float = 0.02
     min_pairs: int = 16
-    max_pairs: int = 400
+    max_pairs: int = 2000
 
     def __post_init__(self) -> None:
         if not 8 <= self.min_pairs <= self.max_pairs or self.tolerance <= 0:

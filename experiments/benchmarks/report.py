@@ -114,7 +114,7 @@ def ratio_chart(entries: dict[str, dict[str, Any]], path: Path) -> None:
         # from 0, so that lengths compare as the ratios do
         axes.set_xlim(0.0, 1.1 * max([RATIO_BAR, *(ratio["high"] for ratio in ratios)]))
         axes.margins(y=0.01)
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
         write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
     finally:
         pyplot.close(figure)
