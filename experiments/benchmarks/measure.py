@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -79,11 +80,13 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     Exact for independent values of any one distribution, and conservative.
     """
     n = len(values)
-    allowed = (1 - confidence) / 2 * 2**n
-    j, tail = -1, 0
-    while tail + math.comb(n, j + 1) <= allowed:
+    # counts of outcomes out of 2**n as whole numbers: thousands of pairs are beyond the range of a float
+    allowed = math.floor(Fraction(1 - confidence) / 2 * 2**n)
+    j, term, tail = -1, 1, 1
+    while tail <= allowed:
         j += 1
-        tail += math.comb(n, j)
+        term = term * (n - j) // (j + 1)
+        tail += term
     if j < 0:
         return None
     ordered = sorted(values)

@@ -176,6 +176,10 @@ def test_median_interval_is_the_textbook_one():
     assert measure.median_interval(range(1, 21)) == (6, 15)
     assert measure.median_interval(range(6)) == (0, 5)
     assert measure.median_interval(range(5)) is None
+    assert measure.median_interval([]) is None
+    # n/2 -+ 1.96 sqrt(n)/2 of the normal approximation, for more values than 2**n fits into a float
+    low, high = measure.median_interval(range(3000))
+    assert abs(low - (1500 - 53.7)) <= 2 and abs(high - (1500 + 53.7)) <= 2
 
 
 def test_median_interval_covers_the_median():
