@@ -1,0 +1,13 @@
+"""Three layers of Dense and relu: batch 256, width 512."""
+
+from experiments.benchmarks.program import Program, scaled
+from experiments.benchmarks.suite._data import linen_program, normal
+from experiments.benchmarks.suite._mlp import MLP
+
+
+def build(seed, scale=1.0):
+    width = scaled(512, scale)
+    return linen_program(MLP(width), seed, normal(seed, scaled(256, scale), width))
+
+
+PROGRAM = Program("mlp", build)
