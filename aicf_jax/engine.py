@@ -116,35 +116,43 @@ class Engine:
         refused: list[Refusal] = []
         settled: set[tuple[int, str]] = set()
         for pattern in self.context.patterns:
-            anchors = [i for i, f in enumerate(graph.flag_list) if pattern.sequence[0].accepts(f)]
-            for start in anchors:
+            hits = []
+            for start, flags in enumerate(graph.flag_list):
                 key = (start, pattern.rewrite.name)
-                if key in settled:
+                if key in settled or not pattern.sequence[0].accepts(flags):
                     continue
-                new, fusion, refusals = self._at(graph, pattern, start)
-                refused.extend(refusals)
-                if fusion is not None:
-                    graph = new
-                    found.append(fusion)
-                if fusion is not None or refusals:
+                hit, refusal = self._at(graph, pattern, start)
+                if hit is not None:
+                    hits.append(hit)
+                if refusal is not None:
+                    refused.append(refusal)
+                if hit is not None or refusal is not None:
                     settled.add(key)
+            if hits:
+                graph = self._promote(graph, hits, found, refused)
         return graph, found, refused
 
-    def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Graph, Fused | None, list[Refusal]]:
+    def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None]:
         hit = match(graph, pattern, start)
         if hit is None:
-            refusal = near_miss(graph, pattern, start)
-            return graph, None, [refusal] if refusal is not None else []
+            return None, near_miss(graph, pattern, start)
         refusal = legality.check(hit, self.context.policy)
-        if refusal is not None:
-            return graph, None, [refusal]
-        return self._promote(hit)
+        return (hit, None) if refusal is None else (None, refusal)
 
-    def _promote(self, hit: Match) -> tuple[Graph, Fused | None, list[Refusal]]:
-        found = region(hit, self.context)
-        op, refusals = select(found.op, hit.pattern.name)
-        graph = rewrite(hit, found, op).verify()
-        return graph, Fused(op), list(refusals)
+    def _promote(self, graph: Graph, hits: list[Match], found: list[Fused], refused: list[Refusal]) -> Graph:
+        """Rewrites all matches of one pattern at once; of two that share a node the earlier anchor's wins."""
+        taken: set[int] = set()
+        rewrites = []
+        for hit in hits:
+            if taken.intersection(hit.positions):
+                continue
+            taken.update(hit.positions)
+            area = region(hit, self.context)
+            op, refusals = select(area.op, hit.pattern.name)
+            rewrites.append((hit, area, op))
+            found.append(Fused(op))
+            refused.extend(refusals)
+        return rewrite(graph, rewrites).verify()
 
 
 def _equation(graph: Graph, position: int) -> Any:

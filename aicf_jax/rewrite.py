@@ -64,12 +64,15 @@ def region(match: Match, context: Any) -> Region:
     return Region(inputs, outputs, op)
 
 
-def rewrite(match: Match, found: Region, op: FusedOp) -> Graph:
-    """The graph with `op` at the anchor's place. The caller verifies."""
-    anchor, *rest = match.positions
-    covers = tuple(sorted({c for n in match.nodes for c in n.covers}))
-    fused = Node(op.semantic.name, OpFlags.IS_FUSED, found.inputs, found.outputs, covers, payload=op)
-    return match.graph.replace({anchor: fused, **dict.fromkeys(rest, NOP)})
+def rewrite(graph: Graph, rewrites: Sequence[tuple[Match, Region, FusedOp]]) -> Graph:
+    """The graph with each operation at its anchor's place. The matches share no node; the caller verifies."""
+    new: dict[int, Node] = {}
+    for match, found, op in rewrites:
+        anchor, *rest = match.positions
+        covers = tuple(sorted({c for n in match.nodes for c in n.covers}))
+        new[anchor] = Node(op.semantic.name, OpFlags.IS_FUSED, found.inputs, found.outputs, covers, payload=op)
+        new.update(dict.fromkeys(rest, NOP))
+    return graph.replace(new)
 
 
 def _outputs(match: Match) -> tuple[int, ...]:
