@@ -101,7 +101,7 @@ class Keys:
         elif "fwd_jaxpr_thunk" in params:
             # out_trees follows from fwd; tracing makes a fresh function of it each time.
             params = dict(params, fwd_jaxpr_thunk=_compat.rule_function(params, "fwd"), out_trees=None)
-        return tuple((name, self.value(params[name])) for name in sorted(params))
+        return tuple([(name, self.value(params[name])) for name in sorted(params)])
 
     def value(self, x: Any) -> Hashable:
         """The key of one parameter: containers by content, programs by structure, functions by code and closure."""

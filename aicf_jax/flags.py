@@ -94,17 +94,17 @@ PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
     ),
 }
 
-_DTYPE_FLAGS: Mapping[np.dtype, OpFlags] = {
-    np.dtype(np.float64): OpFlags.DTYPE_F64,
-    np.dtype(np.float32): OpFlags.DTYPE_F32,
-    np.dtype(jnp.bfloat16): OpFlags.DTYPE_BF16,
-    np.dtype(np.float16): OpFlags.DTYPE_F16,
+_DTYPE_FLAGS: Mapping[np.dtype, int] = {
+    np.dtype(np.float64): int(OpFlags.DTYPE_F64),
+    np.dtype(np.float32): int(OpFlags.DTYPE_F32),
+    np.dtype(jnp.bfloat16): int(OpFlags.DTYPE_BF16),
+    np.dtype(np.float16): int(OpFlags.DTYPE_F16),
 }
 
 
-def dtype_flags(dtype: object) -> OpFlags:
-    """The derived dtype bit of a result type, `OpFlags.NONE` for types no kernel speaks of (ints, keys, ...)."""
-    return _DTYPE_FLAGS.get(dtype, OpFlags.NONE)  # pyright: ignore[reportArgumentType, reportCallIssue]
+def dtype_flags(dtype: object) -> int:
+    """The derived dtype bit of a result type, 0 for types no kernel speaks of (ints, keys, ...)."""
+    return _DTYPE_FLAGS.get(dtype, 0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def has(flags: int, require: int, forbid: int = 0) -> bool:

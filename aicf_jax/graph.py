@@ -37,7 +37,7 @@ class Node:
 
     Attributes:
       op: its name in prints and reports.
-      flags: static bits.
+      flags: static bits, kept as a plain integer.
       inputs, outputs: VIDs; ``inputs[0]`` is the value a chain of operations runs through.
       covers: positions in `Graph.equations` of the equations this node stands for, in program order. What is not fused
         runs exactly these, bit for bit.
@@ -46,16 +46,23 @@ class Node:
     """
 
     op: str
-    flags: OpFlags
+    flags: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     covers: tuple[int, ...]
     attrs: tuple[tuple[str, Hashable], ...] = ()
     payload: Any = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flags", int(self.flags))
+
     def attr(self, name: str, default: Any = None) -> Any:
         return dict(self.attrs).get(name, default)
 
+
+# Plain integers: testing an enum's bits costs more than ten times as much.
+_IS_NOP, _HAS_EFFECT, _IS_LAYOUT = (int(f) for f in (OpFlags.IS_NOP, OpFlags.HAS_EFFECT, OpFlags.IS_LAYOUT))
+_SAFE, _ESCAPES, _CONTIGUOUS = (int(f) for f in (OpFlags.SAFE_NODE, OpFlags.ESCAPES, OpFlags.LAYOUT_CONTIG))
 
 NOP = Node("nop", OpFlags.IS_NOP, (), (), ())
 
@@ -74,7 +81,15 @@ class Graph:
     def replace(self, new: dict[int, Node]) -> Graph:
         """A graph with the nodes at these positions exchanged; nodes nobody needs any more become NOP."""
         nodes = [new.get(i, node) for i, node in enumerate(self.nodes)]
-        return dataclasses.replace(self, nodes=tuple(_drop_dead(nodes, self.results)))
+        order = _order(nodes)
+        graph = dataclasses.replace(self, nodes=tuple(_drop_dead(nodes, order, self.results)))
+        graph.__dict__["order"] = order  # a NOP has no inputs or outputs: the order stays one
+        return graph
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """Positions in execution order, see `_order`."""
+        return _order(self.nodes)
 
     # -- adjacency and fingerprints ---------------------------------------------------------------------
     @functools.cached_property
@@ -141,7 +156,7 @@ class Graph:
     @functools.cached_property
     def flags(self) -> np.ndarray:
         """uint64[nodes]: static bits of the operation, derived bits of its place in the graph."""
-        return np.array([int(n.flags) | self._derived(i, n) for i, n in enumerate(self.nodes)], np.uint64)
+        return np.array([n.flags | self._derived(i, n) for i, n in enumerate(self.nodes)], np.uint64)
 
     @functools.cached_property
     def flag_list(self) -> list[int]:
@@ -149,15 +164,15 @@ class Graph:
         return self.flags.tolist()
 
     def _derived(self, i: int, node: Node) -> int:
-        escapes = any(v in self.escaping for v in node.outputs)
-        bits = int(OpFlags.ESCAPES) if escapes else 0
+        escapes = not self.escaping.isdisjoint(node.outputs)
+        bits = _ESCAPES if escapes else 0
         if not escapes and len(self._consumers[i]) == 1:
-            bits |= int(OpFlags.SAFE_NODE)
+            bits |= _SAFE
         if node.outputs:
             aval = self.values[node.outputs[0]].aval
-            bits |= int(flags.dtype_flags(getattr(aval, "dtype", None)))
-            if not node.flags & OpFlags.IS_LAYOUT:
-                bits |= int(OpFlags.LAYOUT_CONTIG)
+            bits |= flags.dtype_flags(getattr(aval, "dtype", None))
+            if not node.flags & _IS_LAYOUT:
+                bits |= _CONTIGUOUS
         return bits
 
     # -- views ----------------------------------------------------------------------------------------
@@ -237,13 +252,12 @@ def _is_scalar(atom: Any) -> bool:
     return isinstance(atom, _compat.Literal) or atom.aval.ndim == 0
 
 
-def _drop_dead(nodes: Sequence[Node], results: Iterable[int]) -> list[Node]:
+def _drop_dead(nodes: Sequence[Node], order: Sequence[int], results: Iterable[int]) -> list[Node]:
     """NOP for every node without an effect whose outputs nobody uses, found from the end."""
     needed, kept = set(results), list(nodes)
-    order = _order(nodes)
     for i in reversed(order):
         node = kept[i]
-        if node.flags & OpFlags.HAS_EFFECT or any(v in needed for v in node.outputs):
+        if node.flags & _HAS_EFFECT or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
         else:
             kept[i] = NOP
@@ -259,7 +273,11 @@ def _order(nodes: Sequence[Node]) -> list[int]:
     missing = {v for node in nodes for v in node.outputs}
     held: dict[int, list[int]] = {}
     order: list[int] = []
-    for start in range(len(nodes)):
+    for start, first in enumerate(nodes):
+        if missing.isdisjoint(first.inputs) and held.keys().isdisjoint(first.outputs):
+            order.append(start)
+            missing.difference_update(first.outputs)
+            continue
         ready = [start]
         while ready:
             i = ready.pop(0)
@@ -279,20 +297,20 @@ def _order(nodes: Sequence[Node]) -> list[int]:
 
 def schedule(graph: Graph) -> list[int]:
     """Positions of the active nodes in execution order."""
-    return [i for i in _order(graph.nodes) if not graph.nodes[i].flags & OpFlags.IS_NOP]
+    return [i for i in graph.order if not graph.nodes[i].flags & _IS_NOP]
 
 
 def _verify(graph: Graph) -> None:
     seen: dict[int, int] = {}
     available = {v for v, value in enumerate(graph.values) if value.kind != "result"}
     for i, node in enumerate(graph.nodes):
-        if node.flags & OpFlags.IS_NOP and (node.inputs or node.outputs):
+        if node.flags & _IS_NOP and (node.inputs or node.outputs):
             raise GraphError(f"node {i}: a NOP has no inputs or outputs, found {node}")
         for v in node.outputs:
             if v in seen or v in available:
                 raise GraphError(f"node {i} ({node.op}): value %{v} already has a producer (node {seen.get(v)})")
             seen[v] = i
-    for i in _order(graph.nodes):
+    for i in graph.order:
         missing = [v for v in graph.nodes[i].inputs if v not in available]
         if missing:
             raise GraphError(f"node {i} ({graph.nodes[i].op}): uses %{missing[0]}, which nothing computes")
@@ -302,7 +320,7 @@ def _verify(graph: Graph) -> None:
         raise GraphError(f"result %{lost[0]} is not computed by any node")
     if len(graph.row_ptr) != len(graph.nodes) + 1 or int(graph.row_ptr[-1]) != len(graph.col_indices):
         raise GraphError("adjacency: row_ptr and col_indices do not fit the nodes")
-    for i in range(len(graph.nodes)):
+    for i, node in enumerate(graph.nodes):
         for c in graph.consumers(i):
-            if not set(graph.nodes[i].outputs) & set(graph.nodes[c].inputs):
+            if set(node.outputs).isdisjoint(graph.nodes[c].inputs):
                 raise GraphError(f"adjacency: edge {i} -> {c} has no value")

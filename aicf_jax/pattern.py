@@ -22,6 +22,9 @@ from aicf_jax.graph import Graph, Node
 #: Chains are followed no further than this.
 MAX_CHAIN = 32
 
+_SAFE = int(OpFlags.SAFE_NODE)
+_EITHER_OPERAND = int(OpFlags.IS_SCALE | OpFlags.IS_JOIN)
+
 
 @dataclasses.dataclass(frozen=True)
 class Test:
@@ -32,7 +35,7 @@ class Test:
       shared: the node's value may have other users; it becomes a further output of the fused operation.
     """
 
-    alternatives: tuple[tuple[OpFlags, OpFlags], ...]
+    alternatives: tuple[tuple[int, int], ...]
     quantifier: str = "one"
     shared: bool = False
 
@@ -50,13 +53,13 @@ class Test:
         return any(flags & require == require and not flags & forbid for require, forbid in self.alternatives)
 
     def __str__(self) -> str:
-        text = " or ".join(describe(r) + (f" without {describe(f)}" if f else "") for r, f in self.alternatives)
+        text = " or ".join(describe(r) for r, _ in self.alternatives)
         return {"one": text, "opt": f"[{text}]", "star": f"({text})*"}[self.quantifier]
 
 
 def test(require: OpFlags, forbid: OpFlags = OpFlags.NONE) -> Test:
     """A test for nodes with all bits of `require` and none of `forbid`."""
-    return Test(((require, forbid | OpFlags.IS_NOP | OpFlags.IS_FUSED),))
+    return Test(((int(require), int(forbid | OpFlags.IS_NOP | OpFlags.IS_FUSED)),))
 
 
 def opt(inner: Test) -> Test:
@@ -185,13 +188,13 @@ def chains(graph: Graph, sequence: Sequence[Test], start: int, safe: bool = True
 
 def _next(graph: Graph, i: int, safe: bool) -> list[int]:
     """Consumers a chain may go on to: those whose main input is the node's value."""
-    if safe and not graph.flag_list[i] & OpFlags.SAFE_NODE:
+    if safe and not graph.flag_list[i] & _SAFE:
         return []
     out = set(graph.nodes[i].outputs)
     main = []
     for j in graph.consumers(i):
         node = graph.nodes[j]
-        if node.inputs[0] in out or node.flags & (OpFlags.IS_SCALE | OpFlags.IS_JOIN):
+        if node.inputs[0] in out or node.flags & _EITHER_OPERAND:
             main.append(j)
     return main
 

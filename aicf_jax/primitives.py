@@ -170,13 +170,19 @@ def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> A
     return jax.vmap(functools.partial(_tangent, **params), in_axes=tuple(dims))(*args), 0
 
 
+def _tangent_abstract(*avals: Any, op: FusedOp, present: tuple[bool, ...]) -> Any:
+    if avals[: len(op.in_avals)] == op.in_avals:
+        return op.out_avals[0].to_tangent_aval()  # the common case: no need to trace the tangent for its type
+    return _compat.abstract_result(functools.partial(_tangent, op=op, present=present), *avals)[0]
+
+
 @functools.lru_cache(maxsize=512)
 def _jitted_tangent(op: FusedOp, present: tuple[bool, ...]) -> Any:
     return jax.jit(functools.partial(_tangent, op=op, present=present))
 
 
 tangent_p.def_impl(lambda *args, op, present: _jitted_tangent(op, present)(*args))
-tangent_p.def_abstract_eval(lambda *avals, **k: _compat.abstract_result(functools.partial(_tangent, **k), *avals)[0])
+tangent_p.def_abstract_eval(_tangent_abstract)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose

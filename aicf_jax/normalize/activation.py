@@ -25,7 +25,8 @@ from aicf_jax.normalize._spellings import NEAR_MISSES, SPELLINGS, NearMiss, Spel
 #: Regions are grown no further than this; the longest spelling has about half as many equations.
 REGION_EQUATIONS = 24
 
-_ROOTS = OpFlags.IS_GEMM_LIKE | OpFlags.IS_BIAS | OpFlags.IS_CAST | OpFlags.IS_LAYOUT
+_ROOTS = int(OpFlags.IS_GEMM_LIKE | OpFlags.IS_BIAS | OpFlags.IS_CAST | OpFlags.IS_LAYOUT)
+_POINTWISE, _HAS_EFFECT = int(OpFlags.IS_ELEMENTWISE), int(OpFlags.HAS_EFFECT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _Region:
         node = self.graph.nodes[position]
         if len(node.covers) != 1 or len(node.outputs) != 1 or node.outputs[0] in self.number:
             return False
-        if not node.flags & OpFlags.IS_ELEMENTWISE or node.flags & OpFlags.HAS_EFFECT:
+        if not node.flags & _POINTWISE or node.flags & _HAS_EFFECT:
             return False
         operands = [self.number.get(v, self.constant(v)[0]) for v in node.inputs]
         if None in operands:
