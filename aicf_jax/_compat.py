@@ -143,6 +143,17 @@ def rule_function(params: dict[str, Any], name: str) -> Any:
     return outer
 
 
+def unbatched_rule(rule: Any) -> Any:
+    """A differentiation rule as its user wrote it, without the wrappers `jax.vmap` put around it.
+
+    For comparing the rules of pointwise functions, which batching does not change.
+    """
+    if not isinstance(rule, _lu.WrappedFun):
+        return rule
+    kept = tuple(t for t in rule.transforms if t[0].__name__ != "batch_custom_jvp_subtrace")
+    return (rule.f, kept, tuple(rule.params))
+
+
 def closure_of(f: types.FunctionType) -> list[tuple[str, Any]]:
     """Names and contents of a function's closure cells; cells not yet filled are left out."""
     found = []
@@ -163,6 +174,8 @@ def rule_parts(x: Any) -> tuple[Any, ...] | None:
     """The parts of jax's carriers of differentiation rules that decide what they compute, None for other objects."""
     if isinstance(x, (_lu.Store, _lu.EqualStore)):
         return ()  # a place for a result of tracing, not an input of it
+    if isinstance(x, _core.TraceTag):
+        return ()  # tells traces apart while they run; means nothing afterwards
     if isinstance(x, (_util.Hashable, _util.Unhashable)):
         return (x.val,)
     if isinstance(x, jax.custom_jvp):

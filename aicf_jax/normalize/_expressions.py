@@ -70,7 +70,7 @@ class Expressions:
             return operands[0]
         if name == "custom_jvp_call":
             body = self.program(eqn.params["call_jaxpr"], operands, keys)
-            rule = keys.value(_compat.rule_function(eqn.params, "jvp"))
+            rule = keys.value(_compat.unbatched_rule(_compat.rule_function(eqn.params, "jvp")))
             return None if body is None else self.intern(("custom_jvp", rule, body, *operands))
         if is_call(eqn):
             return self.program(eqn.params["jaxpr"], operands, keys)

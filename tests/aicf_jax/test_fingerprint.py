@@ -58,6 +58,8 @@ PROGRAMS = {
         jnp.sin, policy=jax.checkpoint_policies.save_only_these_names("a", "b")
     )(x),
     "dropout": lambda x: nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": jax.random.key(0)}),
+    "vmap of a rule": jax.vmap(jax.nn.relu),
+    "nested vmap of a rule": lambda x: jax.vmap(jax.vmap(jax.nn.relu))(x[None]),
     "inner jit": lambda x: jax.jit(lambda y: jnp.sin(y) * 2)(x),
 }
 
