@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class AttrBlob:
             f.name: f.choices[v] if f.kind == "enum" else v for f, v in zip(self.schema.fields, values, strict=True)
         }
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: str) -> Any:
         return self.unpack()[name]
 
     def __str__(self) -> str:

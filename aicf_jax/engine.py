@@ -221,5 +221,9 @@ def _slot_aval(op: FusedOp, slot: int) -> Any:
 
 
 def _input_names(op: FusedOp) -> tuple[str, ...]:
-    given = op.semantic.names
-    return tuple(given[i] if i < len(given) else f"in{i}" for i in range(len(op.in_avals)))
+    names: dict[int, str] = {}
+    for role, k, name in op.semantic.names:
+        for step in op.steps:
+            if step.role == role and k < len(step.operands) and step.operands[k] < len(op.in_avals):
+                names.setdefault(step.operands[k], name)
+    return tuple(names.get(i, f"in{i}") for i in range(len(op.in_avals)))

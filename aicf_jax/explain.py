@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,13 +137,19 @@ def backward_text(backward: Backward) -> str:
 
 
 def _reshapes(graph: Graph) -> dict[int, int]:
-    """Reshaped value -> the value it is a view of."""
+    """Value -> the value it is a view of: reshapes, and sums over dimensions of one."""
     same: dict[int, int] = {}
     for i in schedule(graph):
         node = graph.nodes[i]
-        if node.op == "reshape":
+        if node.op == "reshape" or (
+            node.op == "reduce_sum" and _size(graph, node.inputs) == _size(graph, node.outputs)
+        ):
             same[node.outputs[0]] = same.get(node.inputs[0], node.inputs[0])
     return same
+
+
+def _size(graph: Graph, vids: Sequence[int]) -> int:
+    return math.prod(graph.values[vids[0]].aval.shape)
 
 
 def _kernel_names(op: FusedOp) -> str:

@@ -94,11 +94,15 @@ class ExecPlan:
                 yield i
 
     def peak_bytes(self) -> int:
-        """Largest sum of bytes alive at one step, arguments included, as if no step needed scratch memory."""
+        """Largest sum of bytes alive at one step, as if no step needed scratch memory.
+
+        Arguments are the caller's and alive throughout.
+        """
         from aicf_jax.select import nbytes
 
         change = [0] * (len(self.eqns) + 3)
         for v, (born, last) in self.lifetimes.items():
+            last = len(self.eqns) if born < 0 else last
             size = nbytes(v.aval) if hasattr(v.aval, "shape") and hasattr(v.aval.dtype, "itemsize") else 0
             change[born + 1] += size
             change[last + 2] -= size

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad, batching, mlir
 
-from aicf_jax import _compat, autodiff, log
+from aicf_jax import _compat, autodiff, log, verify
 from aicf_jax.ops import FusedOp
 from aicf_jax.policy import TARGETS
 from aicf_jax.select import is_left_to_xla, kernel_for
@@ -47,17 +47,21 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
                 raise
             log.once(f"kernel {kernel.name} failed on {op!r}; left to XLA: {error}")
         else:
-            return [*out, _residual_beside(op, inputs, out)] if residual else out
+            if op.context.policy.verify:
+                verify.watch(f"{op!r} by kernel {kernel.name}", op, out, autodiff.reference(op, *inputs))
+            return [*out, *_residual_beside(op, inputs, out)] if residual else out
     slots = autodiff.evaluate(op, inputs)
     out = [slots[s] for s in op.results]
     return [*out, slots[op.residual]] if residual and op.residual is not None else out
 
 
-def _residual_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> Any:
+def _residual_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> list[Any]:
     """The residual of a kernel that does not return it: a result where it is one, recomputed otherwise."""
+    if op.residual is None:
+        return []
     if op.residual in op.results:
-        return out[op.results.index(op.residual)]
-    return autodiff.evaluate(op, inputs)[op.residual]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return [out[op.results.index(op.residual)]]
+    return [autodiff.evaluate(op, inputs)[op.residual]]
 
 
 def _check_kernel(op: FusedOp, kernel: Any, out: Sequence[Any]) -> None:
@@ -157,6 +161,9 @@ def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ..
     from aicf_jax.engine import backward_program
 
     values = backward_program(op, tuple(wanted))(inputs, residual, ct)
+    if op.context.policy.verify:
+        expected = jax.vjp(lambda *xs: autodiff.reference(op, *xs)[0], *inputs)[1](ct)
+        verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])
     found = dict(zip(wanted, values, strict=True))
     return [*fixed, *(found.get(i) for i in where)]
 

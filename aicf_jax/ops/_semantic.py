@@ -26,7 +26,8 @@ class SemanticOp:
       check: match -> `Refusal` or None; the legality rules only this operation knows.
       requirements: `FusedOp` -> what a kernel must be capable of.
       numerics: the class of the rewrite, see `Policy`.
-      names: names of the region's inputs in prints of the backward, by position.
+      names: ``(role, operand, name)``: what prints of the backward call the input that a step of this role reads as
+        this operand.
     """
 
     name: str
@@ -35,7 +36,7 @@ class SemanticOp:
     requirements: Callable[[Any], Mapping[str, Hashable]]
     check: Callable[[Any], Refusal | None] = _no_check
     numerics: str = "reassociated"
-    names: tuple[str, ...] = ()
+    names: tuple[tuple[str, int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:

@@ -73,7 +73,7 @@ def _check(match: Match) -> Refusal | None:
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     attrs = op.blob.unpack()
-    a, b = op.in_avals[:2]
+    a, b = (op.in_avals[i] for i in op.steps[0].operands)
     return {
         "activation": str(attrs["activation"]),
         "has_bias": bool(attrs["has_bias"]),
@@ -85,4 +85,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     }
 
 
-OP = SemanticOp("gemm_epilogue", SCHEMA, _attributes, _requirements, _check, names=("X", "W", "b"))
+#: Names of the region's inputs in prints: by the step that reads them and the operand's position in it.
+NAMES = (("bilinear", 0, "X"), ("bilinear", 1, "W"), ("linear", 1, "b"))
+
+OP = SemanticOp("gemm_epilogue", SCHEMA, _attributes, _requirements, _check, names=NAMES)

@@ -10,18 +10,38 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from aicf_jax.attrs import Field, Schema
+from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
+from aicf_jax.legality import refuse
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.epilogue import ACTIVATIONS
 from aicf_jax.pattern import Match
 
-SCHEMA = Schema(2, 1, (Field("activation", "enum", ACTIVATIONS), Field("from_output", "int"), Field("alpha", "float")))
+SCHEMA = Schema(
+    kind_id=2,
+    schema_id=1,
+    fields=(
+        Field("activation", "enum", ACTIVATIONS),
+        Field("from_output", "int"),
+        Field("alpha", "float"),
+        Field("ndim", "int"),
+        Field("summed", "int"),  # bit d: the bias gradient sums over dimension d of dZ
+    ),
+)
 
 
 def _attributes(match: Match) -> Mapping[str, object]:
     gradient = match.first(OpFlags.IS_ACTIVATION_GRAD)
     assert gradient is not None  # the anchor
-    return {name: gradient.attr(name) for name in ("activation", "from_output", "alpha")}
+    axes = match.graph.eqn(match.nodes[-1].covers[-1]).params["axes"]
+    ndim = match.graph.values[match.nodes[-1].inputs[0]].aval.ndim
+    own = {name: gradient.attr(name) for name in ("activation", "from_output", "alpha")}
+    return {**own, "ndim": ndim, "summed": sum(1 << d for d in axes)}
+
+
+def _check(match: Match) -> Refusal | None:
+    found = match.nodes[-1].op
+    return None if found == "reduce_sum" else refuse(match, "reduction", "a sum over rows", found)
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
@@ -29,8 +49,9 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     return {
         "activation": str(attrs["activation"]),
         "from_output": bool(attrs["from_output"]),
+        "summed_axes": tuple(d for d in range(op.blob["ndim"]) if op.blob["summed"] >> d & 1),
         "dtype": str(op.in_avals[-1].dtype),
     }
 
 
-OP = SemanticOp("gemm_epilogue_grad", SCHEMA, _attributes, _requirements, names=("residual", "dY"))
+OP = SemanticOp("gemm_epilogue_grad", SCHEMA, _attributes, _requirements, _check)

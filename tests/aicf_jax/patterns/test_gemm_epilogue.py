@@ -1,4 +1,4 @@
-"""The GEMM epilogue family: what is recognized, what is left alone and with which code, in every enclosing construct."""
+"""The GEMM epilogue family: what is recognized, what is left alone and why, in every enclosing construct."""
 
 import inspect
 import math
@@ -112,7 +112,12 @@ class TestAnyProductThatIsAGemm:
 
     def test_flax_layers(self):
         x = jnp.ones((2, 3, 4, 5))
-        for layer in (nn.Dense(6), nn.Dense(6, dtype=jnp.bfloat16), nn.DenseGeneral((2, 3)), nn.DenseGeneral(6, (-2, -1))):
+        for layer in (
+            nn.Dense(6),
+            nn.Dense(6, dtype=jnp.bfloat16),
+            nn.DenseGeneral((2, 3)),
+            nn.DenseGeneral(6, (-2, -1)),
+        ):
             variables = layer.init(jax.random.key(0), x)
             assert fused(lambda v, x, layer=layer: nn.gelu(layer.apply(v, x)), variables, x) == ["gelu_tanh"]
         layer = nnx.Linear(5, 6, rngs=nnx.Rngs(0))
@@ -223,8 +228,8 @@ class TestNearMisses:
 def test_relu_and_maximum_differ_where_the_product_is_zero():
     zeros = jnp.zeros((2, 6))
     for act, slope in ((jax.nn.relu, 0.0), (lambda z: jnp.maximum(z, 0), 0.5)):
-        f = aicf_jax.fuse(lambda x, w, b, act=act: act(x @ w + b))
-        assert float(jax.grad(lambda b: f(zeros, W, b).sum())(jnp.zeros(6))[0]) == 2 * slope
+        f = aicf_jax.fuse(lambda x, w, b, act=act: act(x @ w + b).sum())
+        assert float(jax.grad(f, 2)(zeros, W, jnp.zeros(6))[0]) == 2 * slope
 
 
 @pytest.mark.parametrize(
