@@ -78,6 +78,12 @@ def tangents_like(tree, seed=50):
     return jax.tree.unflatten(treedef, tangents)
 
 
+def quick_jit(f, **options):
+    """`jax.jit` without LLVM's optimizations: programs here run once, and compiling them is what takes the time."""
+    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(f, compiler_options=fast, **options)
+
+
 # -- comparison ---------------------------------------------------------------------------------------------------
 
 

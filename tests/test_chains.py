@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import aicf_jax
 from tests.support import ACTIVATION_ROUNDINGS, ACTIVATIONS, assert_same, dyadic
-from tests.transformations import TRANSFORMS
+from tests.transformations import transformed
 
 WIDTH = 4
 # In low precision a rounding may push a pre-activation across a kink, which changes a gradient by O(1) and is nobody's
@@ -110,14 +110,11 @@ def test_fused_chain_equals_unfused_chain(data, dtype, shape):
         {"w": dyadic(2 + i, WIDTH, WIDTH, dtype=dtype) * 0.25, "b": dyadic(5 + i, WIDTH, dtype=dtype)} for i in range(2)
     ]
 
-    def derivatives(f):
-        return jax.jit(lambda *a: [TRANSFORMS[name](f, a) for name in ("vjp", "jvp")])(x, params)
-
     # tolerance: unit roundoff x roundings in the chain (a product: 4 terms; any other step: at most an activation),
     # forward and backward. In low precision the low-precision roundings are one for each step, two passes.
     low = dtype != jnp.float32
     roundings = 2 * (len(chain.steps) + 1 if low else chain.roundings)
     lowest = jnp.bfloat16 if any(step.kind == "cast_down_and_up" for step in chain.steps) else dtype
     fused = aicf_jax.fuse(chain)
-    assert_same(fused(x, params), chain(x, params), roundings=roundings, dtype=lowest)
-    assert_same(derivatives(fused), derivatives(chain), roundings=roundings, dtype=lowest)
+    names, args = ("vjp", "jvp"), (x, params)
+    assert_same(transformed(names, fused, args), transformed(names, chain, args), roundings=roundings, dtype=lowest)

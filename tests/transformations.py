@@ -7,25 +7,38 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import aicf_jax
-from tests.support import assert_same, is_inexact, normal, tangents_like
+from tests.support import assert_same, is_inexact, normal, quick_jit, tangents_like
+
+TRANSFORMS = {}  # name -> function (f, args) -> result
 
 
-def assert_fused_same(f, args, transform="value", *, roundings, dtype=None):
-    """`transform` of `fuse(f)` equals `transform` of `f`; `roundings` counts one evaluation of f."""
-    run = TRANSFORMS[transform]
-    assert_same(run(aicf_jax.fuse(f), args), run(f, args), roundings=run.passes * roundings, dtype=dtype)
+def transform(passes, name=None, compiled=False):
+    """Register a transformation that evaluates f, or its transpose, so many times in a row.
 
+    Those that are `compiled` run under one jit, because op by op they would only be slow.
+    """
 
-TRANSFORMS = {}  # name -> function (f, args) -> result; .passes = evaluations of f or its transpose in a row
-
-
-def transform(passes, name=None):
     def register(run):
-        run.passes = passes
-        assert TRANSFORMS.setdefault(name or run.__name__.strip("_"), run) is run
+        run.passes, run.compiled = passes, compiled
+        assert TRANSFORMS.setdefault(name or run.__name__, run) is run
         return run
 
     return register
+
+
+def transformed(names, f, args):
+    """The result of one transformation; or, for a tuple of names, the list of results of one compiled program."""
+    if isinstance(names, tuple):
+        return quick_jit(lambda *a: [TRANSFORMS[name](f, a) for name in names])(*args)
+    run = TRANSFORMS[names]
+    return quick_jit(lambda *a: run(f, a))(*args) if run.compiled else run(f, args)
+
+
+def assert_fused_same(f, args, names="value", *, roundings, dtype=None):
+    """Transformations of `fuse(f)` equal those of `f`; `roundings` counts one evaluation of f."""
+    passes = max(TRANSFORMS[name].passes for name in ((names,) if isinstance(names, str) else names))
+    fused = aicf_jax.fuse(f)
+    assert_same(transformed(names, fused, args), transformed(names, f, args), roundings=passes * roundings, dtype=dtype)
 
 
 def scalar(f):
@@ -113,29 +126,29 @@ def jvp_first(f, args):
 
 for _which in (everything, only_first, only_parameters):
 
-    @transform(1, f"vmap_{_which.__name__}")
+    @transform(1, f"vmap_{_which.__name__}", compiled=True)
     def _vmap(f, args, which=_which):
         batched, in_axes = stacked(args, which(len(args)))
-        return jax.jit(jax.vmap(f, in_axes))(*batched)
+        return jax.vmap(f, in_axes)(*batched)
 
-    @transform(2, f"vmap_of_grad_{_which.__name__}")
+    @transform(2, f"vmap_of_grad_{_which.__name__}", compiled=True)
     def _vmap_of_grad(f, args, which=_which):
         batched, in_axes = stacked(args, which(len(args)))
-        return jax.jit(jax.vmap(lambda *a: gradient(f, a), in_axes))(*batched)
+        return jax.vmap(lambda *a: gradient(f, a), in_axes)(*batched)
 
-    @transform(2, f"grad_of_vmap_{_which.__name__}")
+    @transform(2, f"grad_of_vmap_{_which.__name__}", compiled=True)
     def _grad_of_vmap(f, args, which=_which):
         batched, in_axes = stacked(args, which(len(args)))
-        return jax.jit(lambda *a: gradient(jax.vmap(f, in_axes), a))(*batched)
+        return gradient(jax.vmap(f, in_axes), batched)
 
 
-@transform(4)
+@transform(4, compiled=True)
 def hessian_vector_product(f, args):
     """Forward over reverse."""
-    return jax.jit(lambda *a: jax.jvp(lambda *b: gradient(f, b), a, tangents_like(a)))(*args)
+    return jax.jvp(lambda *a: gradient(f, a), args, tangents_like(args))
 
 
-@transform(4)
+@transform(4, compiled=True)
 def grad_of_grad(f, args):
     """Reverse over reverse."""
 
@@ -143,18 +156,18 @@ def grad_of_grad(f, args):
         products = jax.tree.map(lambda g, t: jnp.sum(g * t), gradient(f, a), tangents_like(a))
         return jax.tree.reduce(jnp.add, products)
 
-    return jax.jit(jax.grad(directional, argnums=tuple(range(len(args)))))(*args)
+    return jax.grad(directional, argnums=tuple(range(len(args))))(*args)
 
 
-@transform(4)
+@transform(4, compiled=True)
 def jacrev_of_jacfwd(f, args):
     """Reverse over forward; only the last argument (the bias, the smallest), for a small Hessian."""
-    return jax.jit(jax.jacrev(jax.jacfwd(scalar(f), len(args) - 1), len(args) - 1))(*args)
+    return jax.jacrev(jax.jacfwd(scalar(f), len(args) - 1), len(args) - 1)(*args)
 
 
-@transform(4)
+@transform(4, compiled=True)
 def jacfwd_of_grad(f, args):
-    return jax.jit(jax.jacfwd(jax.grad(scalar(f), len(args) - 1), tuple(range(len(args)))))(*args)
+    return jax.jacfwd(jax.grad(scalar(f), len(args) - 1), tuple(range(len(args))))(*args)
 
 
 @transform(2)
@@ -167,7 +180,7 @@ def _scaled(args, s):
     return jax.tree.map(lambda x: x * s.astype(x.dtype), args)
 
 
-@transform(3)
+@transform(3, compiled=True)
 def scan_body(f, args):
     def loss(*a):
         def body(total, s):
@@ -176,10 +189,10 @@ def scan_body(f, args):
         zero = jnp.zeros((), jax.eval_shape(scalar(f), *a).dtype)
         return jax.lax.scan(body, zero, jnp.asarray([1.0, 0.75, -0.5], jnp.float32))
 
-    return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
+    return jax.value_and_grad(loss, argnums=tuple(range(len(args))), has_aux=True)(*args)
 
 
-@transform(3)
+@transform(3, compiled=True)
 def while_loop(f, args):
     """Reverse mode does not exist through while_loop; forward mode does."""
 
@@ -191,16 +204,17 @@ def while_loop(f, args):
         zero = jnp.zeros((), jax.eval_shape(scalar(f), *a).dtype)
         return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (jnp.zeros((), jnp.int32), zero))[1]
 
-    return jax.jit(lambda *a: jax.jvp(run, a, tangents_like(a)))(*args)
+    return jax.jvp(run, args, tangents_like(args))
 
 
-@transform(2)
+@transform(2, compiled=True)
 def cond_branch(f, args):
+    finite = jnp.isfinite(jnp.sum(jax.tree.leaves(args)[0]))  # True, and the compiler does not know
+
     def branch(pred, *a):
         return jax.lax.cond(pred, f, lambda *b: jax.tree.map(lambda y: 2 * y, f(*b)), *a)
 
-    run = jax.jit(lambda pred, *a: (branch(pred, *a), gradient(lambda *b: branch(pred, *b), a)))
-    return run(True, *args), run(False, *args)
+    return [(branch(p, *args), gradient(lambda *b, p=p: branch(p, *b), args)) for p in (finite, ~finite)]
 
 
 REMAT_POLICIES = {
@@ -212,12 +226,12 @@ REMAT_POLICIES = {
 }
 for _name, _policy in REMAT_POLICIES.items():
 
-    @transform(3, f"remat_{_name}")
+    @transform(3, f"remat_{_name}", compiled=True)
     def _remat(f, args, policy=_policy):
         def named(*a):
             return jax.tree.map(lambda y: checkpoint_name(y, "activation"), f(*a))
 
-        return jax.jit(lambda *a: gradient(jax.checkpoint(named, policy=policy), a))(*args)
+        return gradient(jax.checkpoint(named, policy=policy), args)
 
 
 @transform(1)

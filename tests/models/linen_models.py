@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+# uniform instead of flax's truncated normal, which takes most of the time that tests of `init` spend compiling
+Dense = functools.partial(nn.Dense, kernel_init=nn.initializers.lecun_uniform())
+
 
 class MLP(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
-        x = nn.gelu(nn.Dense(8)(x))
-        x = nn.relu(nn.Dense(6)(x))
-        return nn.Dense(3)(x)
+        x = nn.gelu(Dense(8)(x))
+        x = nn.relu(Dense(6)(x))
+        return Dense(3)(x)
 
 
 class DropoutMLP(nn.Module):
@@ -20,14 +23,14 @@ class DropoutMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x, train=False, *, scale=1.0):
-        x = nn.gelu(nn.Dense(16)(x))
+        x = nn.gelu(Dense(16)(x))
         x = nn.Dropout(self.rate, deterministic=not train)(x)
-        return nn.Dense(3)(x) * scale
+        return Dense(3)(x) * scale
 
 
 class SetupMLP(nn.Module):
     def setup(self):
-        self.encoder, self.decoder = nn.Dense(6), nn.Dense(4, use_bias=False)
+        self.encoder, self.decoder = Dense(6), Dense(4, use_bias=False)
 
     def __call__(self, x, train=False):
         return self.decode(self.encode(x))
@@ -45,12 +48,12 @@ class Mixer(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         def mlp(y, width):
-            return nn.Dense(y.shape[-1])(nn.gelu(nn.Dense(width)(y)))
+            return Dense(y.shape[-1])(nn.gelu(Dense(width)(y)))
 
         y = nn.LayerNorm()(x)
         x = x + jnp.swapaxes(mlp(jnp.swapaxes(y, 1, 2), 6), 1, 2)
         x = x + mlp(nn.LayerNorm()(x), 8)
-        return nn.Dense(3)(x.mean(axis=1))
+        return Dense(3)(x.mean(axis=1))
 
 
 class ResNetBlock(nn.Module):
@@ -59,18 +62,18 @@ class ResNetBlock(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
-        conv = functools.partial(nn.Conv, self.channels, use_bias=False)
+        conv = functools.partial(nn.Conv, self.channels, use_bias=False, kernel_init=nn.initializers.lecun_uniform())
         y = nn.relu(norm()(conv((3, 3))(x)))
         y = norm(scale_init=nn.initializers.constant(0.7))(conv((3, 3))(y))
         shortcut = conv((1, 1))(x)
-        return nn.Dense(3)(nn.relu(y + shortcut).mean(axis=(1, 2)))
+        return Dense(3)(nn.relu(y + shortcut).mean(axis=(1, 2)))
 
 
 class DenseBatchNorm(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(6)(x))
-        return nn.Dense(3)(nn.relu(x))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(Dense(6)(x))
+        return Dense(3)(nn.relu(x))
 
 
 class ScannedStack(nn.Module):
@@ -81,12 +84,12 @@ class ScannedStack(nn.Module):
         class Block(nn.Module):
             @nn.compact
             def __call__(self, x, _):
-                h = nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))
-                return x + nn.Dense(x.shape[-1])(h), None
+                h = nn.gelu(Dense(8)(nn.LayerNorm()(x)))
+                return x + Dense(x.shape[-1])(h), None
 
         stack = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         x, _ = stack()(x, None)
-        return nn.Dense(3)(x)
+        return Dense(3)(x)
 
 
 class LSTM(nn.Module):
@@ -97,7 +100,7 @@ class LSTM(nn.Module):
         )(6)
         carry = cell.initialize_carry(jax.random.key(0), x[:, 0].shape)
         _, y = cell(carry, x)
-        return nn.Dense(3)(nn.relu(y))
+        return Dense(3)(nn.relu(y))
 
 
 class MixtureOfExperts(nn.Module):
@@ -106,11 +109,11 @@ class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         experts, width, d = 3, 8, x.shape[-1]
-        kernel = nn.initializers.lecun_normal()
-        weights, chosen = jax.lax.top_k(nn.softmax(nn.Dense(experts, name="router")(x)), 2)
+        kernel = nn.initializers.lecun_uniform()
+        weights, chosen = jax.lax.top_k(nn.softmax(Dense(experts, name="router")(x)), 2)
         gates = jnp.einsum("tke,tk->te", jax.nn.one_hot(chosen, experts), weights)
         w1 = self.param("w1", kernel, (experts, d, width))
-        b1 = self.param("b1", nn.initializers.normal(), (experts, width))
+        b1 = self.param("b1", nn.initializers.uniform(), (experts, width))
         w2 = self.param("w2", kernel, (experts, width, d))
         h = nn.silu(jnp.einsum("td,edf->tef", x, w1) + b1)
         return jnp.einsum("tef,efd,te->td", h, w2, gates)

@@ -11,8 +11,8 @@ from flax import linen as nn
 
 import aicf_jax
 from tests.models.linen_models import MLP, MODELS, DenseBatchNorm, DropoutMLP
-from tests.support import assert_same, key, normal, tangents_like
-from tests.transformations import TRANSFORMS
+from tests.support import assert_same, key, normal, quick_jit, tangents_like
+from tests.transformations import transformed
 
 KEY = 7
 # every model in eval mode; in train mode those for which it makes a difference
@@ -25,7 +25,7 @@ MODES = [(name, False) for name in MODELS] + [
 def setup(name):
     module, shape, roundings = MODELS[name]
     x = normal(0, *shape)
-    variables = jax.jit(module.init)(key(0), x)
+    variables = quick_jit(module.init)(key(0), x)
     # statistics and biases away from their initial zeros and ones
     variables = jax.tree.map(lambda v, t: v + 0.1 * jnp.abs(t), variables, tangents_like(variables))
     return module, variables, x, roundings
@@ -48,14 +48,14 @@ def test_values_and_derivatives(name, train):
     """Value, tangent, gradient and Hessian-vector product."""
     module, variables, x, roundings = setup(name)
 
-    def derivatives(target):
-        f = forward(target, variables, train)
-        return jax.jit(lambda *a: [TRANSFORMS[t](f, a) for t in ("jvp", "hessian_vector_product")])(
-            variables["params"], x
-        )
-
+    names, args = ("jvp", "hessian_vector_product"), (variables["params"], x)
+    fused = aicf_jax.fuse(module)
     # tolerance: unit roundoff x roundings on the longest path x four passes for second order
-    assert_same(derivatives(aicf_jax.fuse(module)), derivatives(module), roundings=4 * roundings)
+    assert_same(
+        transformed(names, forward(fused, variables, train), args),
+        transformed(names, forward(module, variables, train), args),
+        roundings=4 * roundings,
+    )
 
 
 EAGER = [("mlp", False), ("setup_mlp", False), ("dropout_mlp", True), ("dense_batch_norm", True)]
@@ -65,11 +65,11 @@ EAGER = [("mlp", False), ("setup_mlp", False), ("dropout_mlp", True), ("dense_ba
 def test_eager_apply_and_its_gradient(name, train):
     module, variables, x, roundings = setup(name)
     for transform in ("value", "grad"):
-        run, args = TRANSFORMS[transform], (variables["params"], x)
+        args = variables["params"], x
         # tolerance: unit roundoff x roundings on the longest path, forward and backward
         assert_same(
-            run(forward(aicf_jax.fuse(module), variables, train), args),
-            run(forward(module, variables, train), args),
+            transformed(transform, forward(aicf_jax.fuse(module), variables, train), args),
+            transformed(transform, forward(module, variables, train), args),
             roundings=2 * roundings,
         )
 
@@ -116,7 +116,7 @@ def test_batch_statistics_are_updated_as_unfused():
 @pytest.mark.parametrize("module", [MLP(), DenseBatchNorm(), DropoutMLP()], ids=lambda m: type(m).__name__)
 def test_three_training_steps_give_the_same_losses_parameters_and_statistics(module):
     x, y = normal(0, 6, 7), normal(1, 6, 3)
-    variables = jax.jit(module.init)(key(0), x)
+    variables = quick_jit(module.init)(key(0), x)
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def train(target):
@@ -149,11 +149,11 @@ def test_three_training_steps_give_the_same_losses_parameters_and_statistics(mod
 @pytest.mark.parametrize("transform", ["vmap_only_first", "vmap_of_grad_everything"])
 def test_batching_over_parameters_and_inputs(name, transform):
     module, variables, x, roundings = setup(name)
-    run, args = TRANSFORMS[transform], (variables["params"], x)
+    args = variables["params"], x
     # tolerance: unit roundoff x roundings on the longest path x forward and backward
     assert_same(
-        run(forward(aicf_jax.fuse(module), variables, False), args),
-        run(forward(module, variables, False), args),
+        transformed(transform, forward(aicf_jax.fuse(module), variables, False), args),
+        transformed(transform, forward(module, variables, False), args),
         roundings=2 * roundings,
     )
 
@@ -166,10 +166,11 @@ def test_low_precision_compute_with_float32_parameters(dtype):
             return nn.Dense(3, dtype=dtype)(nn.gelu(nn.Dense(8, dtype=dtype)(x)))
 
     module, x = Net(), normal(0, 5, 7)
-    params = jax.jit(module.init)(key(0), x)
+    params = quick_jit(module.init)(key(0), x)
     fused = aicf_jax.fuse(module)
     # tolerance: products accumulate in float32; about 12 roundings to the compute dtype in a row (two layers forward)
     assert_same(fused.apply(params, x), module.apply(params, x), roundings=12)
     # and as many again backward, rounded to the compute dtype although the gradient is returned as float32
-    run = jax.jit(lambda f, p: TRANSFORMS["grad"](lambda p: f.apply(p, x), (p,)), static_argnums=0)
-    assert_same(run(fused, params), run(module, params), roundings=24, dtype=dtype)
+    names = ("grad",)
+    got, want = (transformed(names, lambda p, f=f: f.apply(p, x), (params,)) for f in (fused, module))
+    assert_same(got, want, roundings=24, dtype=dtype)

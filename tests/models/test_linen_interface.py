@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import aicf_jax
 from tests.models.linen_models import MLP, MODELS, DenseBatchNorm, DropoutMLP, SetupMLP
-from tests.support import assert_same, key, normal
+from tests.support import assert_same, key, normal, quick_jit
 
 X = normal(0, 5, 7)
 # tolerance of every comparison of values here: unit roundoff x (two or three products of at most 16 + activations)
@@ -17,7 +17,7 @@ ROUNDINGS = 100
 
 
 def both(module):
-    variables = jax.jit(module.init)(key(0), X)
+    variables = quick_jit(module.init)(key(0), X)
     return aicf_jax.fuse(module), module, variables
 
 
@@ -26,7 +26,7 @@ def test_init_is_unchanged_bit_for_bit(name):
     module, shape, _ = MODELS[name]
     x, fused = normal(0, *shape), aicf_jax.fuse(module)
     rngs = {"params": key(0), "dropout": key(1)}
-    assert_same(jax.jit(fused.init)(rngs, x), jax.jit(module.init)(rngs, x), roundings=0)
+    assert_same(quick_jit(fused.init)(rngs, x), quick_jit(module.init)(rngs, x), roundings=0)
 
 
 def test_eager_init_is_unchanged_bit_for_bit():
@@ -191,11 +191,11 @@ def shared(wrap, lift=lambda cls: cls):
 @pytest.mark.parametrize("build", [as_attribute, in_compact, in_setup, shared], ids=lambda f: f.__name__)
 def test_a_fused_module_is_a_submodule_with_the_unfused_parameter_tree(build, lift):
     fused, module = build(aicf_jax.fuse, lift), build(lambda m: m, lift)
-    variables = jax.jit(module.init)(key(0), X)
-    assert_same(jax.jit(fused.init)(key(0), X), variables, roundings=0)
+    variables = quick_jit(module.init)(key(0), X)
+    assert_same(quick_jit(fused.init)(key(0), X), variables, roundings=0)
 
     def value_and_gradient(target):
-        return jax.jit(jax.value_and_grad(lambda v: (target.apply(v, X) ** 2).sum()))(variables)
+        return quick_jit(jax.value_and_grad(lambda v: (target.apply(v, X) ** 2).sum()))(variables)
 
     # tolerance: as above, two modules in a row, forward and backward
     assert_same(value_and_gradient(fused), value_and_gradient(module), roundings=4 * ROUNDINGS)
@@ -204,8 +204,8 @@ def test_a_fused_module_is_a_submodule_with_the_unfused_parameter_tree(build, li
 @pytest.mark.parametrize("build", [as_attribute, in_compact, in_setup, shared], ids=lambda f: f.__name__)
 def test_fusing_the_parent_of_fused_modules(build):
     twice, module = aicf_jax.fuse(build(aicf_jax.fuse)), build(lambda m: m)
-    variables = jax.jit(module.init)(key(0), X)
-    assert_same(jax.jit(twice.init)(key(0), X), variables, roundings=0)
+    variables = quick_jit(module.init)(key(0), X)
+    assert_same(quick_jit(twice.init)(key(0), X), variables, roundings=0)
     assert_same(twice.apply(variables, X), module.apply(variables, X), roundings=2 * ROUNDINGS)
 
 
@@ -220,7 +220,7 @@ def test_a_fused_submodule_with_statistics_and_dropout():
         return Parent()
 
     fused, module = build(aicf_jax.fuse), build(lambda m: m)
-    variables = jax.jit(module.init)(key(0), X)
+    variables = quick_jit(module.init)(key(0), X)
     options = dict(train=True, mutable=["batch_stats"], rngs={"dropout": key(1)})
     assert_same(fused.apply(variables, X, **options), module.apply(variables, X, **options), roundings=2 * ROUNDINGS)
 

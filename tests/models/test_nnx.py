@@ -9,8 +9,8 @@ from flax import nnx
 
 import aicf_jax
 from tests.models.nnx_models import MODELS, create
-from tests.support import assert_same, key, normal
-from tests.transformations import TRANSFORMS
+from tests.support import assert_same, key, normal, quick_jit
+from tests.transformations import TRANSFORMS, transformed
 
 # every model in eval mode; in train mode those for which it makes a difference
 MODES = [(name, False) for name in MODELS] + [
@@ -24,7 +24,7 @@ def functional(model):
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def run(params, x):
-        merged = nnx.merge(graphdef, params, rest)
+        merged = nnx.merge(graphdef, params, rest, copy=True)
         out = merged(x)
         return out, nnx.state(merged, nnx.Not(nnx.Param))
 
@@ -45,7 +45,7 @@ def test_values_state_and_derivatives(name, train):
         def all_of_them(params, x):
             return run(params, x), [TRANSFORMS[t](outputs, (params, x)) for t in ("jvp", "hessian_vector_product")]
 
-        return jax.jit(all_of_them)(params, x)
+        return quick_jit(all_of_them)(params, x)
 
     # tolerance: unit roundoff x roundings on the longest path x four passes for second order
     assert_same(derivatives(aicf_jax.fuse), derivatives(lambda m: m), roundings=4 * MODELS[name][2])
@@ -129,7 +129,7 @@ def test_batching_a_fused_module_over_inputs_and_over_parameters():
         model, x = create("mlp")
         f, params = functional(wrap(model))
         f_out = lambda p, x: f(p, x)[0]  # noqa: E731
-        return [TRANSFORMS[t](f_out, (params, x)) for t in ("vmap_only_first", "vmap_of_grad_everything")]
+        return transformed(("vmap_only_first", "vmap_of_grad_everything"), f_out, (params, x))
 
     # tolerance: unit roundoff x roundings on the longest path x forward and backward
     assert_same(run(aicf_jax.fuse), run(lambda m: m), roundings=2 * MODELS["mlp"][2])

@@ -84,7 +84,7 @@ def test_split_merge_and_clone():
     model, x = create("mlp")
     fused = aicf_jax.fuse(model)
     graphdef, state = nnx.split(fused)
-    for other in (nnx.merge(graphdef, state), nnx.clone(fused), copy.deepcopy(fused)):
+    for other in (nnx.merge(graphdef, state, copy=True), nnx.clone(fused), copy.deepcopy(fused)):
         assert isinstance(other, MLP)
         assert_same(other(x), model(x), roundings=ROUNDINGS)
         other.head.bias[...] = jnp.ones(3)

@@ -9,23 +9,16 @@ import pytest
 from jax import lax
 
 import aicf_jax
-from tests.support import ACTIVATION_ROUNDINGS, assert_same, normal
-from tests.transformations import TRANSFORMS
+from tests.support import ACTIVATION_ROUNDINGS, normal
+from tests.transformations import assert_fused_same
 
 
-def check(f, args, longest_sum):
-    """Value (eager and jit), cotangents, tangents and batching of fused and unfused agree.
+def check(f, args, longest_sum, names=("vjp", "jvp", "vmap_everything")):
+    """Values, cotangents, tangents and batches of fused and unfused agree; all in one compiled program.
 
     Tolerance: unit roundoff x (longest sum in the forward or backward products + activation) x two passes.
     """
-    roundings = 2 * (longest_sum + ACTIVATION_ROUNDINGS)
-    fused = aicf_jax.fuse(f)
-    assert_same(fused(*args), f(*args), roundings=roundings)
-
-    def transformed(g):
-        return jax.jit(lambda *a: [TRANSFORMS[name](g, a) for name in ("vjp", "jvp", "vmap_everything")])(*args)
-
-    assert_same(transformed(fused), transformed(f), roundings=roundings)
+    assert_fused_same(f, args, names, roundings=longest_sum + ACTIVATION_ROUNDINGS)
 
 
 # m, k, n of [m, k] @ [k, n] + [n]
@@ -43,10 +36,19 @@ SIZES = [
 ]
 
 
+def matrices(m, k, n):
+    return normal(1, m, k), normal(2, k, n), normal(3, n)
+
+
 @pytest.mark.parametrize("m, k, n", SIZES)
-@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
-def test_matrix_sizes(m, k, n, activation):
-    check(lambda x, w, b: activation(x @ w + b), (normal(1, m, k), normal(2, k, n), normal(3, n)), max(m, k, n))
+def test_matrix_sizes(m, k, n):
+    check(lambda x, w, b: jax.nn.gelu(x @ w + b), matrices(m, k, n), max(m, k, n))
+
+
+@pytest.mark.parametrize("m, k, n", [(0, 4, 3), (5, 0, 3), (1, 1, 1), (13, 17, 11)])
+def test_matrix_sizes_in_eager_calls(m, k, n):
+    for names in ("value", "grad"):
+        check(lambda x, w, b: jax.nn.relu(x @ w + b), matrices(m, k, n), max(m, k, n), names)
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (3,), (2, 3), (2, 1, 3), (2, 0), (2, 3, 2, 1)], ids=str)
@@ -146,13 +148,18 @@ ADDENDS = {
 
 
 @pytest.mark.parametrize("shape", ADDENDS.values(), ids=ADDENDS)
-@pytest.mark.parametrize("side", ["z + b", "b + z", "z - b"])
-def test_shapes_of_the_addend(shape, side):
+def test_shapes_of_the_addend(shape):
     def f(x, w, b):
-        z = x @ w
-        return jax.nn.gelu({"z + b": lambda: z + b, "b + z": lambda: b + z, "z - b": lambda: z - b}[side]())
+        return jax.nn.gelu(x @ w + b)
 
     check(f, (normal(1, 2, 3, 5), normal(2, 5, 4), normal(3, *shape)), 30)
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda z, b: b + z, lambda z, b: z - b, lambda z, b: b - z], ids=["b + z", "z - b", "b - z"]
+)
+def test_sides_and_signs_of_the_bias(combine):
+    check(lambda x, w, b: jax.nn.silu(combine(x @ w, b)), matrices(5, 4, 3), 5)
 
 
 def test_a_bias_over_two_axes_as_dense_general_has_it():
