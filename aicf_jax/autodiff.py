@@ -80,10 +80,19 @@ class PointwiseGrad:
         return self.name
 
     def __call__(self, r: Any, t: Any) -> Any:
+        """The cotangent: products associate as in a transposed program."""
         if self.from_output:
             return FROM_OUTPUT[self.name](r, t)
-        (out,) = jax.vjp(lambda z: _compat.as_function(self.body)(z)[0], r)[1](t)
-        return out
+        return jax.vjp(self._function, r)[1](t)[0]
+
+    def tangent(self, r: Any, t: Any) -> Any:
+        """The tangent: products associate as in forward mode (3e38 * (t * 0) is not (3e38 * t) * 0)."""
+        if self.from_output:
+            return FROM_OUTPUT[self.name](r, t)
+        return jax.jvp(self._function, (r,), (t,))[1]
+
+    def _function(self, z: Any) -> Any:
+        return _compat.as_function(self.body)(z)[0]
 
 
 def _relu_grad(y: Any, t: Any) -> Any:
@@ -155,7 +164,7 @@ def tangent(op: FusedOp, inputs: Sequence[Any], residual: Any, tangents: dict[in
             terms = [_one_operand(step, operands, j)(slots[i]) for j, i in enumerate(step.operands) if i in slots]
         elif step.role == "pointwise":
             grad = pointwise_grad(op)
-            terms = [grad(residual, slots[i]) for i in step.operands if grad is not None and i in slots]
+            terms = [grad.tangent(residual, slots[i]) for i in step.operands if grad is not None and i in slots]
         elif any(i in slots for i in step.operands):
             avals = [v.aval for v in step.body.invars]
             terms = [_run(step, [slots.get(i, _zeros(a)) for i, a in zip(step.operands, avals, strict=True)])]

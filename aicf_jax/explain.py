@@ -12,7 +12,7 @@ from aicf_jax.cache import build_plan
 from aicf_jax.engine import Backward, Context, backward_program
 from aicf_jax.fronts import state
 from aicf_jax.fronts.function import FusedFunction, trace_call
-from aicf_jax.fuse import is_unbound_linen, make_context
+from aicf_jax.fuse import is_linen, make_context
 from aicf_jax.graph import Graph, build, schedule
 from aicf_jax.kernels import KERNELS, XLA, Kernel
 from aicf_jax.ops import FusedOp
@@ -27,6 +27,7 @@ from aicf_jax.select import cost_of
 
 def explain(
     target: Any,
+    /,
     *args: Any,
     policy: Policy | None = None,
     patterns: Sequence[Pattern] | None = None,
@@ -69,7 +70,7 @@ def _entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
     """The function to trace, its name, and the context of a target that is fused already."""
     if isinstance(target, FusedFunction):
         return target.__wrapped__, getattr(target, "__name__", "function"), target.context
-    if is_unbound_linen(target):
+    if is_linen(target) and target.scope is None:
         from aicf_jax.fronts import linen_module
 
         own = type(target)._aicf_context if linen_module.is_fused(target) else None

@@ -45,7 +45,7 @@ def fuse(
     context = make_context(policy, patterns, kernels)
     if isinstance(target, FusedFunction):
         target = target.__wrapped__
-    if is_unbound_linen(target):
+    if is_linen(target):
         from aicf_jax.fronts import linen_module
 
         return linen_module.fuse_module(target, context)
@@ -76,7 +76,7 @@ def make_context(policy: Policy, patterns: Sequence[Pattern], kernels: Sequence[
     return Context(policy, tuple(patterns), tuple(kernels))
 
 
-def is_unbound_linen(target: Any) -> bool:
-    """Whether `target` is a linen module that is not bound to variables (a bound one is a function of its inputs)."""
+def is_linen(target: Any) -> bool:
+    """Whether `target` is a flax linen module. Imports nothing: no linen, no linen modules."""
     linen = sys.modules.get("flax.linen")
-    return linen is not None and isinstance(target, linen.Module) and target.scope is None
+    return linen is not None and isinstance(target, linen.Module)

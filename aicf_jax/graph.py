@@ -233,7 +233,8 @@ def _static_flags(eqn: Any) -> OpFlags:
     found = PRIMITIVE_FLAGS.get(name, OpFlags.NONE)
     if eqn.effects:
         found |= OpFlags.HAS_EFFECT
-    if name in ("mul", "div") and sum(_is_scalar(v) for v in eqn.invars) == 1 and eqn.outvars[0].aval.ndim:
+    scalars = [v for v in eqn.invars if _is_scalar(v)] if name in ("mul", "div") else []
+    if len(scalars) == 1 and eqn.outvars[0].aval.ndim and not _is_one(scalars[0]):
         found = (found | OpFlags.IS_SCALE) & ~OpFlags.IS_JOIN
     if name == "dot_general":
         (lhs_contract, rhs_contract), (lhs_batch, _) = eqn.params["dimension_numbers"]
@@ -250,6 +251,11 @@ def _static_flags(eqn: Any) -> OpFlags:
 
 def _is_scalar(atom: Any) -> bool:
     return isinstance(atom, _compat.Literal) or atom.aval.ndim == 0
+
+
+def _is_one(atom: Any) -> bool:
+    """Multiplying by 1.0 changes nothing: a default ``scale=1.0`` is no scale."""
+    return isinstance(atom, _compat.Literal) and bool(np.asarray(atom.val == 1))
 
 
 def _drop_dead(nodes: Sequence[Node], order: Sequence[int], results: Iterable[int]) -> list[Node]:

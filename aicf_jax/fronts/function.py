@@ -53,7 +53,7 @@ class FusedFunction:
         with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
             self.__signature__ = inspect.signature(function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if _compat.jit_disabled():
             return self.__wrapped__(*args, **kwargs)  # for looking into the user's own operations one by one
         try:
@@ -87,7 +87,9 @@ def trace_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     call = _Call(function, args, kwargs, host_static=False)
     try:
         return call.trace()
-    except _NEEDS_VALUE:
+    except Exception:
+        # Needing a value shows in many ways: jax's own errors, but also a dictionary look-up or a format string that a
+        # tracer cannot serve. An error that is the user's own comes again.
         if not has_host_values(call.leaves):
             raise
     return _Call(function, args, kwargs, host_static=True).trace()

@@ -19,6 +19,12 @@ def fuse_module(module: nn.Module, context: Context) -> nn.Module:
     fused. Used inside another module, its call is lifted and fused there; names in the parameter tree do not change.
     """
     cls = _fused_class(type(module), context)
+    if module.scope is not None or module.parent is not None:
+        # Already inside another module, or bound to variables: the same object in every respect but its class, so that
+        # its place in the parent and its name stay taken by it.
+        fused = object.__new__(cls)
+        object.__setattr__(fused, "__dict__", module.__dict__)
+        return fused
     fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}  # pyright: ignore[reportAttributeAccessIssue]
     return cls(**fields, name=module.name, parent=None)
 
@@ -40,36 +46,39 @@ def _fused_class(cls: type, context: Context) -> Any:
     if hasattr(cls, "_aicf_context"):
         cls = cls.__mro__[1]
 
-    def apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def apply(self: Any, variables: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         original = unfused(self)
         method = method.__name__ if getattr(method, "__self__", None) is self else method
         return FusedFunction(original.apply, context)(variables, *args, method=_original(cls, method), **kwargs)
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return unfused(self).init(*args, **kwargs)
-
-    def init_with_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return unfused(self).init_with_output(*args, **kwargs)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.is_initializing():
             return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         return _lifted(cls, context)(self, *args, **kwargs)
 
     body: dict[str, Any] = {
-        "apply": apply,
-        "init": init,
-        "init_with_output": init_with_output,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_aicf_context": context,
+        "apply": functools.wraps(cls.apply)(apply),
+        **{name: _delegate(cls, name) for name in _UNFUSED if hasattr(cls, name)},
     }
-    for name, wrapper in (("apply", apply), ("init", init), ("init_with_output", init_with_output)):
-        functools.update_wrapper(wrapper, getattr(cls, name))
     if "__call__" in dir(cls):
         body["__call__"] = functools.wraps(cls.__call__)(call)
     return type(cls)(cls.__name__, (cls,), body)
+
+
+#: Methods that make parameters or tables: nothing to fuse, and the result must be the original's to the bit.
+_UNFUSED = ("init", "init_with_output", "lazy_init", "tabulate", "module_paths")
+
+
+def _delegate(cls: type, name: str) -> Any:
+    @functools.wraps(getattr(cls, name))
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(unfused(self), name)(*args, **kwargs)
+
+    return method
 
 
 def _original(cls: type, method: Any) -> Any:

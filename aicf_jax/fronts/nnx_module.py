@@ -49,13 +49,13 @@ def _fused_class(cls: type, context: Context) -> type:
         raise TypeError(f"fuse(target=...): expected an nnx module with a __call__ method, found {original.__name__}")
 
     @functools.wraps(original.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return original.__call__(self, *args, **kwargs)
 
     fused = FusedFunction(call, context)
 
     @functools.wraps(original.__call__)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return fused(self, *args, **kwargs)
 
     body = {

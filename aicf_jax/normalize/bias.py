@@ -79,15 +79,21 @@ def _as_bias(graph: Graph, node: Node, main: int, other: int) -> Node | None:
     if source == main or graph.values[source].kind == "literal" or graph.values[source].aval.ndim == 0:
         return None
     wide = {d for d, n in enumerate(out.shape) if n != 1}
-    rows = {d for d in varying if roles[d] == "m"}
-    features = {d for d in wide if roles[d] == "n"}
-    if rows and varying == wide:
+    if _along(roles, varying, "m") and varying == wide:
         return None  # a whole matrix: a residual connection
-    if not rows and features and not varying & features:
+    # Features are the free dimensions of the right operand. A product that was transposed since has them first and the
+    # left operand's last: `(w.T @ x.T).T` is `x @ w`, so there a bias may run along those.
+    along = "n" if not _along(roles, varying, "m") else "m"
+    axis = "features" if along == "n" or (roles[-1] == "m" and not _along(roles, varying, "n")) else "rows"
+    if _along(roles, wide, along) and not _along(roles, varying, along):
         return None  # constant along the features as well: an offset, not a bias
     flags = OpFlags.IS_ELEMENTWISE | OpFlags.IS_BIAS | OpFlags.HAS_PARAM
-    axis = "rows" if rows else "features"
-    return Node("bias_add", flags, (main, source), node.outputs, (*covers, *node.covers), (("axis", axis),))
+    attrs = (("axis", axis), ("along", along))
+    return Node("bias_add", flags, (main, source), node.outputs, (*covers, *node.covers), attrs)
+
+
+def _along(roles: str, dimensions: set[int], role: str) -> set[int]:
+    return {d for d in dimensions if roles[d] == role}
 
 
 RULE = Rule("bias", 10, _apply)

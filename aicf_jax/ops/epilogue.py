@@ -39,6 +39,7 @@ SCHEMA = Schema(
         Field("trans_b", "int"),
         Field("activation", "enum", ACTIVATIONS),
         Field("has_bias", "int"),
+        Field("bias_along", "enum", ("n", "m")),  # free dimensions of the right or of the left operand
         Field("batched", "int"),
         Field("alpha", "float"),
     ),
@@ -47,13 +48,14 @@ SCHEMA = Schema(
 
 def _attributes(match: Match) -> Mapping[str, object]:
     gemm = match.first(OpFlags.IS_GEMM_LIKE)
-    activation = match.first(OpFlags.IS_ACTIVATION)
+    bias, activation = match.first(OpFlags.IS_BIAS), match.first(OpFlags.IS_ACTIVATION)
     assert gemm is not None  # every pattern of this operation is anchored at one
     return {
         "trans_a": int(gemm.attr("trans_a")),
         "trans_b": int(gemm.attr("trans_b")),
         "activation": activation.op if activation else "none",
-        "has_bias": int(match.first(OpFlags.IS_BIAS) is not None),
+        "has_bias": int(bias is not None),
+        "bias_along": bias.attr("along") if bias else "n",
         "batched": int(bool(gemm.flags & OpFlags.IS_BATCHED)),
         "alpha": activation.attr("alpha", 0.0) if activation else 0.0,
     }
@@ -77,6 +79,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     return {
         "activation": str(attrs["activation"]),
         "has_bias": bool(attrs["has_bias"]),
+        "bias_along": str(attrs["bias_along"]),
         "batched": bool(attrs["batched"]),
         "trans_a": bool(attrs["trans_a"]),
         "trans_b": bool(attrs["trans_b"]),

@@ -69,7 +69,7 @@ def bound(config: SweepConfig, dtype: str) -> float:
 
 
 def relative_difference(expected, actual) -> jax.Array:
-    """max over leaves of ||actual - expected||_2 / ||expected||_2, a scalar; inf where `actual` is not finite.
+    """Max over leaves of ||actual - expected||_2 / ||expected||_2, a scalar; inf where `actual` is not finite.
 
     A leaf that is zero up to rounding beside the largest one is measured against the rounding of that one. Where
     `expected` is itself not finite there is nothing to compare with, and the result is 0.

@@ -67,7 +67,7 @@ def optimizer(name: str, momentum: float) -> optax.GradientTransformation:
 
 
 def apply_update(params, updates, learning_rate: jax.Array):
-    """params - learning_rate * updates, leaf by leaf, in float32."""
+    """Params - learning_rate * updates, leaf by leaf, in float32."""
     return jax.tree.map(lambda value, update: value - learning_rate * update, params, updates)
 
 

@@ -109,8 +109,10 @@ def _run_grad(op, residual, ct):
     return dz.sum(0), dz
 
 
-MINE = Kernel("mine", "gemm_epilogue", ("cpu", "cuda"), {k: ANY for k in (
-    "activation", "has_bias", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype")}, _run)  # fmt: skip
+CAPABILITIES = dict.fromkeys(
+    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+)
+MINE = Kernel("mine", "gemm_epilogue", ("cpu", "cuda"), CAPABILITIES, _run)
 MINE_GRAD = Kernel(
     "mine_grad",
     "gemm_epilogue_grad",

@@ -14,7 +14,9 @@ from aicf_jax.pattern import GEMM, opt, star
 from aicf_jax.verify import bound, difference
 
 X, W, B = jnp.linspace(-1, 1, 20).reshape(5, 4), jnp.linspace(-2, 1, 12).reshape(4, 3), jnp.arange(3.0)
-ALL = {k: ANY for k in ("activation", "has_bias", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype")}
+ALL = dict.fromkeys(
+    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+)
 
 
 def dense(x, w, b):

@@ -14,7 +14,9 @@ from aicf_jax.kernels import ANY, XLA
 from aicf_jax.select import cost_of
 
 X, W, B = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
-ALL = {k: ANY for k in ("activation", "has_bias", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype")}
+ALL = dict.fromkeys(
+    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+)
 
 
 def dense(x, w, b):
