@@ -8,6 +8,7 @@ from experiments.benchmarks.suite._mlp import MLP
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(512, scale)
     module = MLP(width, dropout=0.1)
     x = normal(seed, scaled(256, scale), width)

@@ -7,6 +7,7 @@ from experiments.benchmarks.suite._data import linen_program, normal
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(128, scale)
     return linen_program(nn.RNN(nn.OptimizedLSTMCell(width)), seed, normal(seed, scaled(32, scale), 32, width))
 

@@ -41,6 +41,7 @@ class Mixer(nn.Module):
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     return linen_program(Mixer(scaled(128, scale)), seed, normal(seed, scaled(8, scale), 32, 32, 3))
 
 

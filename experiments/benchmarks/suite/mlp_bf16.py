@@ -8,6 +8,7 @@ from experiments.benchmarks.suite._mlp import MLP
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(512, scale)
     x = normal(seed, scaled(256, scale), width, dtype=jnp.bfloat16)
     return linen_program(MLP(width, dtype=jnp.bfloat16), seed, x)

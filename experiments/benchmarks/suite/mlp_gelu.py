@@ -8,6 +8,7 @@ from experiments.benchmarks.suite._mlp import MLP
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(512, scale)
     return linen_program(MLP(width, activation=nn.gelu), seed, normal(seed, scaled(256, scale), width))
 

@@ -35,6 +35,7 @@ class MoE(nn.Module):
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(128, scale)
     return linen_program(MoE(width), seed, normal(seed, scaled(512, scale), width))
 

@@ -22,6 +22,7 @@ class MLP(nnx.Module):
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(512, scale)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: MLP(width, nnx.Rngs(seed))))
 

@@ -5,6 +5,7 @@ from experiments.benchmarks.suite._resnet import block_and_args
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     module, args = block_and_args(seed, scale)
 
     def target(params, batch_stats, x):

@@ -32,6 +32,7 @@ class ScannedStack(nn.Module):
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     width = scaled(256, scale)
     return linen_program(ScannedStack(width), seed, normal(seed, scaled(96, scale), width))
 

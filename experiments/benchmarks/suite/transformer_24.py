@@ -38,6 +38,7 @@ class Transformer(nn.Module):
 
 
 def build(seed, scale=1.0):
+    """The program's callable and its arguments, see `Program`."""
     return linen_program(Transformer(), seed, normal(seed, 2, scaled(64, scale), scaled(64, scale)))
 
 
