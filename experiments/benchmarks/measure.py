@@ -76,8 +76,8 @@ class Compiled:
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """Bounds of the median from order statistics.
 
-    `[x_(j+1), x_(n-j)]` with the largest j for which `2 P(Binomial(n, 1/2) <= j) <= 1 - confidence`. None when there are
-    too few values for any.
+    `[x_(j+1), x_(n-j)]` with the largest j for which `2 P(Binomial(n, 1/2) <= j) <= 1 - confidence`. None when there
+    are too few values for any.
 
     Exact for independent values of any one distribution, and conservative.
     """

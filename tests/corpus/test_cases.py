@@ -1,0 +1,47 @@
+"""Every case file through `aicf_jax.fuse`: the unfused function, run on plain JAX, is the oracle.
+
+Values, `jit`, gradients and the free-form checks run by default; the other transformations of each case (vmap, scan,
+remat, jvp, Hessians, low precision, numerical gradients) are marked slow.
+"""
+
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import pytest
+
+FOLDER = Path(__file__).parent
+CASES = sorted(p.stem for p in (FOLDER / "cases").glob("*.py"))
+QUICK = "value,jit,grad,custom"
+REST = "gradgrad,jvp,hessian,vmap,vmapgrad,scan,remat,dtype,numgrad,linearize"
+
+
+def run(case: str, checks: str, tmp_path: Path) -> list[dict]:
+    """Rows of the checks of one case file that failed."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import run_cases
+
+        report = tmp_path / "rows.json"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the cases are written for values, not for clean logs
+            run_cases.main(["--fuse", "aicf_jax:fuse", "-k", case, "--checks", checks, "--json", str(report)])
+    finally:
+        sys.path.remove(str(FOLDER))
+        jax.clear_caches()
+        gc.collect()
+    return [r for r in json.loads(report.read_text())["rows"] if r["result"] != "pass"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case, tmp_path):
+    assert run(case, QUICK, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_case_under_every_transformation(case, tmp_path):
+    assert run(case, REST, tmp_path) == []
