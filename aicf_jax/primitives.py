@@ -128,8 +128,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
         out = slots[op.results[0]]
         saved = [] if op.residual is None else [slots[op.residual]]
     else:
-        results: list[Any] = fused_p.bind(*primals, op=op, residual=True)
-        out, saved = results[0], results[1:]
+        found: Any = fused_p.bind(*primals, op=op, residual=True)
+        out, *saved = found
     present = tuple(type(t) is not ad.Zero for t in tangents)
     if not any(present):
         return [out], [ad.Zero(_compat.typeof(out).to_tangent_aval())]

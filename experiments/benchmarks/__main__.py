@@ -131,7 +131,7 @@ def verdict(outcomes: Sequence[Outcome], check: bool, console: Console) -> int:
 @contextlib.contextmanager
 def no_compilation_cache() -> Iterator[None]:
     """Switches jax's cache on disk off: a program read back from it would seem to be compiled in no time."""
-    before = jax.config.jax_enable_compilation_cache
+    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - a flag pyright does not know
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield

@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 class Named(Protocol):
     """Anything with a name: what a discovered constant must have."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 T = TypeVar("T", bound=Named)

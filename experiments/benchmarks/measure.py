@@ -172,7 +172,7 @@ def compile_ahead(function: Target, args: tuple[Any, ...]) -> Compiled:
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
     compile_s = time.perf_counter() - start
-    return Compiled(compiled, compiled.as_text(), compile_s, temporaries_bytes(compiled))
+    return Compiled(compiled, compiled.as_text() or "", compile_s, temporaries_bytes(compiled))
 
 
 def measure(

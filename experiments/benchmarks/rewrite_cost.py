@@ -54,7 +54,7 @@ class Round:
     @property
     def jit_s(self) -> float:
         """What jit spends on the unfused model."""
-        return self.unfused.before_compile_s + self.unfused.compile_s
+        return self.unfused.before_compile_s + (self.unfused.compile_s or 0.0)
 
     @property
     def rewriting_s(self) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 INPUTS = ("standardized", "unit", "unscaled")
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -147,7 +148,7 @@ def _check_choice(argument: str, value: object, known: tuple[str, ...]):
         raise ConfigError(argument, f"one of {', '.join(known)}", value, "check the spelling")
 
 
-def _check_positive(argument: str, value: object, expected: str, remedy: str, above: float = 0.0):
+def _check_positive(argument: str, value: Any, expected: str, remedy: str, above: float = 0.0):
     if not _is_number(value) or value <= above:
         raise ConfigError(argument, expected, value, remedy)
 

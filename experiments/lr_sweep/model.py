@@ -42,7 +42,7 @@ def build(config: SweepConfig, dtype: str) -> MLP:
 
 def init(model: MLP, seed: int) -> dict:
     """Initial variables, float32; always from the unfused model, so both variants start from the same bits."""
-    return model.init(jax.random.key(seed), jnp.zeros((1, NUM_FEATURES), jnp.float32))
+    return dict(model.init(jax.random.key(seed), jnp.zeros((1, NUM_FEATURES), jnp.float32)))
 
 
 def loss_value(name: str, logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import sklearn
 
+from experiments._io import set_aside, write_json_atomic
 from experiments.lr_sweep.config import Cell, SweepConfig
 from experiments.lr_sweep.gradients import GradientAgreement
 from experiments.lr_sweep.train import Divergence, Outcome
@@ -76,20 +77,10 @@ class Store:
         return results
 
     def save(self, results: Results, summary: dict) -> Path:
-        """Write everything to a temporary neighbour, flush it to disk, and put it in place in one step."""
+        """Replace the file in one step; an interruption leaves the old one whole."""
         cells = [_encode_cell(cell, results[cell]) for cell in self._config.cells() if cell in results]
         document = self._head | {"cells": cells, "checksum": _digest(cells), "summary": _encode(summary)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(document, file, indent=1, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_json_atomic(self.path, document)
         return self.path
 
     def _stale(self, document: dict) -> str:
@@ -108,12 +99,7 @@ class Store:
 
     def _set_aside(self, suffix: str, reason: str) -> dict:
         """Rename the file to a free name, so nothing anybody may want is overwritten."""
-        aside = self.path.with_name(f"{self.path.name}.{suffix}")
-        number = 1
-        while aside.exists():
-            aside = self.path.with_name(f"{self.path.name}.{suffix}.{number}")
-            number += 1
-        os.replace(self.path, aside)
+        aside = set_aside(self.path, suffix)
         self.notes.append(f"{self.path} is not used: {reason}. It is kept as {aside.name}; all cells are trained anew.")
         return {}
 
@@ -122,7 +108,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _encode(value: object) -> object:
+def _encode(value: Any) -> Any:
     """JSON values; a float that JSON lacks becomes "nan", "inf" or "-inf", which `float` reads back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from experiments.lr_sweep.data import Dataset
 KINDS = ("blow-up", "inf", "nan")  # by severity
 NEVER = -1
 
-Apply = Callable[[dict, jax.Array], jax.Array]
+Apply = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def signs_of_divergence(loss: jax.Array, gradient, initial_loss: jax.Array, blow
     return jnp.stack([loss > blow_up * initial_loss, jnp.any(jnp.isinf(sizes)), jnp.any(jnp.isnan(sizes))])
 
 
-def note_first(first: jax.Array, signs: jax.Array, step: jax.Array) -> jax.Array:
+def note_first(first: jax.Array, signs: jax.Array, step: jax.Array | int) -> jax.Array:
     """`first` (3,) with `step` entered for each sign that is set for the first time."""
     return jnp.where((first == NEVER) & signs, step, first)
 

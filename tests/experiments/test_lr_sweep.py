@@ -397,19 +397,19 @@ def _other_config(text):
 def test_unusable_files_are_reported_kept_aside_and_never_trusted(tmp_path, finished, damage, suffix, reason):
     text = damage((finished[0] / "results.json").read_text())
     path = tmp_path / "results.json"
-    for number in ("", ".1"):
+    for number in (1, 2):
         path.write_text(text)
         store = Store(tmp_path, SMALL, f"{identity.__module__}.{identity.__qualname__}")
         assert store.load() == {} and not path.exists()
         (note,) = store.notes
         assert reason in note and "trained anew" in note
-        assert (tmp_path / f"results.json.{suffix}{number}").read_text() == text
+        assert (tmp_path / f"results.{suffix}-{number}.json").read_text() == text
 
 
 def test_a_corrupt_file_is_rebuilt(tmp_path, finished, training):
     (tmp_path / "results.json").write_text("{")
     code, output = command(tmp_path, *SMALL_FLAGS)
-    assert code == 0 and "note: " in output and "results.json.corrupt" in output
+    assert code == 0 and "note: " in output and "results.corrupt-1.json" in output
     assert training == list(SMALL.cells())
     assert (tmp_path / "results.json").read_bytes() == (finished[0] / "results.json").read_bytes()
 
