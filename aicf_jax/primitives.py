@@ -119,7 +119,7 @@ batching.primitive_batchers[fused_p] = _batch
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
-    if len(op.results) > 1 or residual or any(step.role == "gradient" for step in op.steps):
+    if len(op.results) != 1 or residual or any(step.role == "gradient" for step in op.steps):
         # Second order through a residual, or an operation of a backward: by its equations.
         f = _function(op, residual, None)
         return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
