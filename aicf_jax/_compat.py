@@ -100,6 +100,11 @@ def is_staged(x: Any) -> bool:
     return isinstance(base_value(x), _pe.DynamicJaxprTracer)
 
 
+def at_top_level() -> bool:
+    """Whether no transformation is going on: jit, grad, vmap, scan, ... all have a trace of their own."""
+    return _core.trace_state_clean()
+
+
 def site_of(eqn: Any) -> str:
     """``file.py:line (function)`` of the user's code that wrote the equation.
 

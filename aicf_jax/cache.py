@@ -123,6 +123,8 @@ def build_plan(jaxpr: Any, context: Context) -> Plan:
         done = Engine(context).rewrite(jaxpr)
     except Exception as error:
         if context.policy.on_failure == "raise":
+            if isinstance(error, FuseError):
+                raise
             raise FuseError(
                 f"fuse failed on this program: {type(error).__name__}: {error}. "
                 "Policy(on_failure='fallback') runs it unfused instead"
@@ -159,7 +161,7 @@ def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:
     from aicf_jax import verify
 
     values = [v if isinstance(v, jax.Array) else jnp.asarray(v) for v in values]
-    if context.policy.verify and not any(_compat.is_tracer(v) for v in values):
+    if context.policy.verify and _compat.at_top_level():
         return verify.compared(plan, values)
     if any(_compat.is_staged(v) for v in values) or context.policy.numerics == "bitwise":
         return plan.function(*values)

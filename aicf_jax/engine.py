@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aicf_jax import _compat, autodiff, legality, primitives
-from aicf_jax.errors import Refusal
+from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.flags import PRIMITIVE_FLAGS, OpFlags
 from aicf_jax.graph import Graph, build
 from aicf_jax.kernels import Kernel
@@ -112,7 +112,7 @@ class Engine:
 
     # -- stages 3 to 6 on one graph ---------------------------------------------------------------------
     def _fuse(self, graph: Graph) -> tuple[Graph, list[Fused], list[Refusal]]:
-        found: list[Fused] = []
+        found: list[tuple[int, Fused]] = []
         refused: list[Refusal] = []
         settled: set[tuple[int, str]] = set()
         for pattern in self.context.patterns:
@@ -130,7 +130,7 @@ class Engine:
                     settled.add(key)
             if hits:
                 graph = self._promote(graph, hits, found, refused)
-        return graph, found, refused
+        return graph, [fused for _, fused in sorted(found, key=lambda pair: pair[0])], refused
 
     def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None]:
         hit = match(graph, pattern, start)
@@ -139,7 +139,9 @@ class Engine:
         refusal = legality.check(hit, self.context.policy)
         return (hit, None) if refusal is None else (None, refusal)
 
-    def _promote(self, graph: Graph, hits: list[Match], found: list[Fused], refused: list[Refusal]) -> Graph:
+    def _promote(
+        self, graph: Graph, hits: list[Match], found: list[tuple[int, Fused]], refused: list[Refusal]
+    ) -> Graph:
         """Rewrites all matches of one pattern at once; of two that share a node the earlier anchor's wins."""
         taken: set[int] = set()
         rewrites = []
@@ -147,10 +149,14 @@ class Engine:
             if taken.intersection(hit.positions):
                 continue
             taken.update(hit.positions)
-            area = region(hit, self.context)
+            try:
+                area = region(hit, self.context)
+            except Exception as error:
+                name, op_name = hit.pattern.name, hit.pattern.rewrite.name
+                raise FuseError(f"pattern {name} matched what {op_name} cannot describe: {error!r}") from error
             op, refusals = select(area.op, hit.pattern.name)
             rewrites.append((hit, area, op))
-            found.append(Fused(op))
+            found.append((hit.positions[0], Fused(op)))
             refused.extend(refusals)
         return rewrite(graph, rewrites).verify()
 

@@ -10,6 +10,7 @@ from aicf_jax.engine import Context
 from aicf_jax.fronts import state
 from aicf_jax.fronts.function import FusedFunction
 from aicf_jax.kernels import KERNELS, Kernel
+from aicf_jax.ops import OPS
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.policy import Policy
@@ -54,9 +55,10 @@ def fuse(
 
         return nnx_module.fuse_module(target, context)
     if not callable(target) or isinstance(target, type):
+        hint = ". Fuse an instance of the class" if isinstance(target, type) else ""
         raise TypeError(
             "fuse(target=...): expected a function, a flax linen module or a flax nnx module, "
-            f"found {target!r} of type {type(target).__name__}. For a module class, fuse an instance of it"
+            f"found {target!r} of type {type(target).__name__}{hint}"
         )
     return FusedFunction(target, context)
 
@@ -66,6 +68,8 @@ def make_context(policy: Policy, patterns: Sequence[Pattern], kernels: Sequence[
     if not isinstance(policy, Policy):
         raise TypeError(f"fuse(policy=...): expected a Policy, found {policy!r}")
     for name, items, kind in (("patterns", patterns, Pattern), ("kernels", kernels, Kernel)):
+        if not isinstance(items, (tuple, list)):
+            raise TypeError(f"fuse({name}=...): expected a tuple of {kind.__name__} objects, found {items!r}")
         wrong = [x for x in items if not isinstance(x, kind)]
         if wrong:
             raise TypeError(f"fuse({name}=...): expected {kind.__name__} objects, found {wrong[0]!r}")
@@ -73,6 +77,12 @@ def make_context(policy: Policy, patterns: Sequence[Pattern], kernels: Sequence[
         twice = [n for n in names if names.count(n) > 1]
         if twice:
             raise ValueError(f"fuse({name}=...): expected distinct names, found {twice[0]!r} twice")
+    known = {*OPS, *(p.rewrite.name for p in patterns)}
+    for kernel in kernels:
+        if kernel.op not in known:
+            raise ValueError(
+                f"fuse(kernels=...): {kernel.name} implements {kernel.op!r}, expected one of {sorted(known)}"
+            )
     return Context(policy, tuple(patterns), tuple(kernels))
 
 

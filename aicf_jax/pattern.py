@@ -129,6 +129,8 @@ class Pattern:
     near_misses: tuple[NearMiss, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.sequence, Test):
+            raise TypeError(f"Pattern({self.name!r}, sequence=...): expected a sequence of tests, found a single one")
         object.__setattr__(self, "sequence", tuple(self.sequence))
         object.__setattr__(self, "near_misses", tuple(self.near_misses))
         if not self.name or not isinstance(self.name, str):

@@ -39,9 +39,12 @@ class Policy:
       target: the machine kernels are chosen for, one of `TARGETS`; None means every platform a program may be lowered
         to gets its own choice.
       verify: run fused and unfused side by side and raise `VerificationError` where they disagree, naming the
-        operation, its largest error, the bound and the source line.
+        operation, its largest error, the bound and the source line. Inside ``jit``, ``grad``, ... the check runs with
+        the compiled program, and jax reports it as a runtime error that ends with the same message. The reference is
+        the unfused program under `jax.jit`.
       on_failure: ``"fallback"`` runs the unfused program when the framework itself fails (recorded in the report,
-        logged once); ``"raise"`` raises `FuseError` instead.
+        logged once); ``"raise"`` raises `FuseError` instead. A function that cannot be traced at all, because its
+        Python needs the values of arrays, raises jax's own error then.
       ad: ``"complete"``: forward mode, reverse mode and any mixture of them, of any order.
 
     Raises:

@@ -22,9 +22,10 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from aicf_jax import _compat, autodiff, log, verify
+from aicf_jax.errors import FuseError
 from aicf_jax.ops import FusedOp
 from aicf_jax.policy import TARGETS
-from aicf_jax.select import is_left_to_xla, kernel_for
+from aicf_jax.select import check_results, is_left_to_xla, kernel_for
 
 fused_p = _compat.new_primitive("fused", multiple_results=True)
 tangent_p = _compat.new_primitive("fused_tangent")
@@ -41,10 +42,10 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
     if kernel is not None:
         try:
             out: list[Any] = list(kernel.run(op, *inputs))
-            _check_kernel(op, kernel, out)
+            check_results(op, kernel, out)
         except Exception as error:
             if op.context.policy.on_failure == "raise":
-                raise
+                raise FuseError(f"kernel {kernel.name} failed on {op!r}: {type(error).__name__}: {error}") from error
             log.once(f"kernel {kernel.name} failed on {op!r}; left to XLA: {error}")
         else:
             if op.context.policy.verify:
@@ -62,12 +63,6 @@ def _residual_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> 
     if op.residual in op.results:
         return [out[op.results.index(op.residual)]]
     return [autodiff.evaluate(op, inputs)[op.residual]]
-
-
-def _check_kernel(op: FusedOp, kernel: Any, out: Sequence[Any]) -> None:
-    want, got = ([(a.shape, str(a.dtype)) for a in avals] for avals in (op.out_avals, out))
-    if want != got:
-        raise TypeError(f"kernel {kernel.name}: expected results {want}, found {got}")
 
 
 def _has_residual(op: FusedOp, residual: bool) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from aicf_jax.errors import Refusal
+from aicf_jax import _compat, log
+from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.kernels import XLA, Kernel
 from aicf_jax.ops import FusedOp
 
@@ -53,7 +54,7 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
         for kernel in op.context.kernels:
             if kernel.op != op.semantic.name or platform not in kernel.platforms:
                 continue
-            refusal = _refusal(kernel, requirements, policy, op, pattern)
+            refusal = _refusal(kernel, requirements, policy, op, pattern) or _trial(kernel, op, pattern)
             if refusal is not None:
                 refusals.append(refusal)
                 continue
@@ -73,14 +74,40 @@ def _refusal(
 
     unmet = kernel.unmet(requirements)
     if unmet:
-        name, value = next(iter(unmet.items()))
-        accepted = kernel.capabilities.get(name, ())
-        return refuse("capability", f"{name} in {_listed(accepted)}", f"{name}={value!r}")
+        expected = [
+            f"{name} in {_listed(kernel.capabilities[name])}" if name in kernel.capabilities else f"{name} declared"
+            for name in unmet
+        ]
+        return refuse("capability", "; ".join(expected), "; ".join(f"{k}={v!r}" for k, v in unmet.items()))
     if policy.deterministic and not kernel.deterministic:
         return refuse("deterministic", "a deterministic kernel", f"{kernel.name} is not")
     if not policy.allows(kernel.numerics):
         return refuse("numerics", f"numerics class {policy.numerics} or stricter", f"class {kernel.numerics}")
     return None
+
+
+def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
+    """A refusal when the kernel cannot even be traced on the operation's types, or gives results of other types.
+
+    Raises FuseError instead under ``on_failure="raise"``.
+    """
+    try:
+        check_results(op, kernel, _compat.abstract_result(lambda *xs: kernel.run(op, *xs), *op.in_avals))
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        if op.context.policy.on_failure == "raise":
+            raise FuseError(f"kernel {kernel.name} failed on {op!r}, at {op.site}: {found}") from error
+        log.once(f"kernel {kernel.name} failed on {op!r}, which is left to other kernels: {found}")
+        detail = f"kernel {kernel.name} failed while it was tried on this {op.semantic.name}"
+        return Refusal(pattern, "select", "kernel_failed", detail, "a kernel that can be traced", found, op.site)
+    return None
+
+
+def check_results(op: FusedOp, kernel: Kernel, out: Sequence[Any]) -> None:
+    """Raises TypeError unless a kernel's results have the operation's shapes and dtypes."""
+    want, got = ([(tuple(a.shape), str(a.dtype)) for a in avals] for avals in (op.out_avals, out))
+    if want != got:
+        raise TypeError(f"kernel {kernel.name}: expected results {want}, found {got}")
 
 
 def _listed(values: Any) -> str:

@@ -2,11 +2,13 @@
 
 import functools
 import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import aicf_jax
 from tests.calls import ROUNDINGS, B, K, W, X, check, net
@@ -189,3 +191,33 @@ def test_a_branch_on_the_value_of_an_array_is_never_the_wrong_one():
         except jax.errors.ConcretizationTypeError:
             continue
         assert_same(got, f(x), roundings=ROUNDINGS)
+
+
+def module_level(x):
+    return jax.nn.relu(x @ x.T)
+
+
+def test_pickling_keeps_function_and_policy():
+    policy = aicf_jax.Policy(deterministic=True)
+    again = pickle.loads(pickle.dumps(aicf_jax.fuse(module_level, policy=policy)))
+    assert again.context.policy == policy
+    np.testing.assert_allclose(again(np.eye(3)), np.eye(3))
+
+
+def test_pickling_fused_modules():
+    module = nn.Dense(3)
+    again = pickle.loads(pickle.dumps(aicf_jax.fuse(module)))
+    variables = module.init(jax.random.key(0), jnp.ones((2, 4)))
+    np.testing.assert_allclose(again.apply(variables, jnp.ones((2, 4))), module.apply(variables, jnp.ones((2, 4))))
+
+
+def test_a_function_that_raises_runs_once():
+    calls = []
+
+    def f(x, scale):
+        calls.append(scale)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        aicf_jax.fuse(f)(jnp.ones(3), 2.0)
+    assert len(calls) == 1

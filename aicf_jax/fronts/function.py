@@ -74,6 +74,9 @@ class FusedFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__wrapped__, self.context)
+
     def __repr__(self) -> str:
         return f"fuse({self.__wrapped__!r})"
 
@@ -87,10 +90,11 @@ def trace_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     call = _Call(function, args, kwargs, host_static=False)
     try:
         return call.trace()
-    except Exception:
+    except Exception as error:
         # Needing a value shows in many ways: jax's own errors, but also a dictionary look-up or a format string that a
-        # tracer cannot serve. An error that is the user's own comes again.
-        if not has_host_values(call.leaves):
+        # tracer cannot serve, whose messages name its type.
+        needs_value = isinstance(error, _NEEDS_VALUE) or "Tracer" in str(error)
+        if not needs_value or not has_host_values(call.leaves):
             raise
     return _Call(function, args, kwargs, host_static=True).trace()
 

@@ -52,7 +52,7 @@ def _fused_class(cls: type, context: Context) -> Any:
         return FusedFunction(original.apply, context)(variables, *args, method=_original(cls, method), **kwargs)
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self.is_initializing():
+        if self.scope is None or self.is_initializing():
             return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         return _lifted(cls, context)(self, *args, **kwargs)
 
@@ -61,6 +61,7 @@ def _fused_class(cls: type, context: Context) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_aicf_context": context,
+        "__reduce__": lambda self: (fuse_module, (unfused(self), context)),
         "apply": functools.wraps(cls.apply)(apply),
         **{name: _delegate(cls, name) for name in _UNFUSED if hasattr(cls, name)},
     }

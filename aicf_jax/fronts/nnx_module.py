@@ -36,6 +36,13 @@ def plain_call(module: Any) -> Any:
     return call
 
 
+def _as_original(module: Any) -> Any:
+    """The module itself as an instance of the model's own class."""
+    original = object.__new__(_original_class(type(module)))
+    object.__setattr__(original, "__dict__", module.__dict__)
+    return original
+
+
 def _original_class(cls: type) -> Any:
     """The model's own class behind a fused one."""
     return cls.__mro__[1] if hasattr(cls, "_aicf_context") else cls
@@ -64,5 +71,6 @@ def _fused_class(cls: type, context: Context) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_aicf_context": context,
+        "__reduce__": lambda self: (fuse_module, (_as_original(self), context)),
     }
     return type(original)(original.__name__, (original,), body)

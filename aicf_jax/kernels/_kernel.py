@@ -64,9 +64,11 @@ class Kernel:
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
             raise ValueError(f"Kernel(name=...): expected a name other than {XLA!r}, found {self.name!r}")
-        known = set(TARGETS.values())
-        if not self.platforms or set(self.platforms) - known:
+        unknown = [p for p in self.platforms if p not in TARGETS]
+        if not self.platforms or unknown:
+            known = ", ".join(sorted(set(TARGETS.values())))
             raise ValueError(f"Kernel({self.name!r}, platforms=...): expected some of {known}, found {self.platforms}")
+        object.__setattr__(self, "platforms", tuple(dict.fromkeys(TARGETS[p] for p in self.platforms)))
         if self.numerics not in NUMERICS:
             raise ValueError(
                 f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}"

@@ -49,7 +49,8 @@ SCHEMA = Schema(
 def _attributes(match: Match) -> Mapping[str, object]:
     gemm = match.first(OpFlags.IS_GEMM_LIKE)
     bias, activation = match.first(OpFlags.IS_BIAS), match.first(OpFlags.IS_ACTIVATION)
-    assert gemm is not None  # every pattern of this operation is anchored at one
+    if gemm is None:
+        raise ValueError("gemm_epilogue stands for a matrix product: the pattern's sequence needs a GEMM")
     return {
         "trans_a": int(gemm.attr("trans_a")),
         "trans_b": int(gemm.attr("trans_b")),

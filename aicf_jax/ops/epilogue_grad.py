@@ -32,7 +32,8 @@ SCHEMA = Schema(
 
 def _attributes(match: Match) -> Mapping[str, object]:
     gradient = match.first(OpFlags.IS_ACTIVATION_GRAD)
-    assert gradient is not None  # the anchor
+    if gradient is None:
+        raise ValueError("gemm_epilogue_grad stands for an activation's gradient: the sequence needs ACTIVATION_GRAD")
     axes = match.graph.eqn(match.nodes[-1].covers[-1]).params["axes"]
     ndim = match.graph.values[match.nodes[-1].inputs[0]].aval.ndim
     own = {name: gradient.attr(name) for name in ("activation", "from_output", "alpha")}

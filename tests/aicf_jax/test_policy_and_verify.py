@@ -111,6 +111,13 @@ class TestVerify:
             jax.block_until_ready(f(X, W, B))
             jax.effects_barrier()
 
+    def test_arguments_may_all_be_closed_over(self):
+        f = aicf_jax.fuse(dense, policy=Policy(verify=True))
+        want = dense(X, W, B)
+        np.testing.assert_allclose(jax.jit(lambda: f(X, W, B))(), want, rtol=1e-6)
+        _, stacked = jax.lax.scan(lambda c, _: (c, f(X, W, B)), 0.0, None, length=2)
+        np.testing.assert_allclose(stacked[1], want, rtol=1e-6)
+
     def test_a_wrong_backward_is_found(self):
         def grad(op, residual, ct):
             dz = jax.vjp(jax.nn.silu, residual)[1](ct)[0] * 1.01
@@ -160,6 +167,17 @@ class TestFailure:
         f = aicf_jax.fuse(dense, patterns=self.patterns(), policy=Policy(on_failure="raise"))
         with pytest.raises(FuseError, match="broken plug-in"):
             f(X, W, B)
+
+
+def test_a_pattern_without_what_its_operation_needs_is_named():
+    from aicf_jax.pattern import ACTIVATION
+
+    f = aicf_jax.fuse(
+        lambda x: jnp.tanh(x), patterns=(Pattern("odd", (ACTIVATION,), aicf_jax.ops.gemm_epilogue),),
+        policy=Policy(on_failure="raise"),
+    )  # fmt: skip
+    with pytest.raises(FuseError, match="pattern odd matched what gemm_epilogue cannot describe"):
+        f(X)
 
 
 class TestReport:

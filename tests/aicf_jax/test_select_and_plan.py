@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import aicf_jax
-from aicf_jax import Kernel, Policy
+from aicf_jax import FuseError, Kernel, Policy
 from aicf_jax.cache import build_plan
 from aicf_jax.fuse import make_context
 from aicf_jax.kernels import ANY, XLA
@@ -57,7 +57,7 @@ class TestSelection:
         ("changes", "policy", "code", "expected", "found"),
         [
             ({"capabilities": {**ALL, "activation": {"gelu_tanh"}}}, {}, "capability", "'gelu_tanh'", "'relu'"),
-            ({"capabilities": {}}, {}, "capability", "activation in {}", "'relu'"),
+            ({"capabilities": {}}, {}, "capability", "activation declared", "'relu'"),
             ({"deterministic": False}, {"deterministic": True}, "deterministic", "a deterministic kernel", "is not"),
             ({"numerics": "approximate"}, {}, "numerics", "reassociated or stricter", "approximate"),
         ],
@@ -91,13 +91,24 @@ class TestKernelFailures:
             assert jnp.array_equal(jax.jit(lambda *a: f(*a))(X, W, B), dense(X, W, B))
         assert sum("no such instruction (test)" in r.message for r in caplog.records) == 1
 
+    def test_are_refusals_in_the_report(self):
+        report = explain(kernel(run=lambda op, *args: (jnp.zeros((2, 2)),)))
+        (refusal,) = report.refusals
+        assert (refusal.stage, refusal.code) == ("select", "kernel_failed")
+        assert "expected results" in refusal.found
+        assert report.fusions[0].kernel == XLA
+
+    def test_a_kernel_for_an_operation_nobody_knows_is_named(self):
+        with pytest.raises(ValueError, match=r"mine implements 'gemm_epilog', expected one of \['gemm_epilogue'"):
+            aicf_jax.fuse(dense, kernels=(kernel(op="gemm_epilog"),))
+
     def test_raise_when_asked_to(self):
         f = aicf_jax.fuse(
             dense,
             kernels=aicf_jax.KERNELS + (kernel(run=lambda op, x, w, b: (x @ w,) * 2),),
             policy=Policy(on_failure="raise"),
         )
-        with pytest.raises(TypeError, match="kernel mine: expected results"):
+        with pytest.raises(FuseError, match="kernel mine: expected results"):
             f(X, W, B)
 
     @pytest.mark.parametrize(
