@@ -301,3 +301,38 @@ def _hoisted_body(old: Any, memo: dict[int, Any]) -> tuple[Any, list[Any]]:
         return old, []
     invars = [*(v for v, _ in hidden), *jaxpr.constvars, *jaxpr.invars]
     return close_like(old, make_jaxpr_object(invars, jaxpr.outvars, eqns, jaxpr.effects)), values
+
+
+def places_arrays(jaxpr: Any) -> bool:
+    """Whether a program puts arrays on devices or shardings of its own choice, which one compiled program cannot do."""
+    todo, seen = [jaxpr], set()
+    while todo:
+        body = todo.pop()
+        if id(body) in seen:
+            continue
+        seen.add(id(body))
+        for eqn in body.eqns:
+            if eqn.primitive.name == "device_put" and any(d is not None for d in eqn.params.get("devices", ())):
+                return True
+            todo.extend(jex.jaxprs_in_params(eqn.params))
+    return False
+
+
+def plain_context(eqn: Any) -> bool:
+    """Whether an equation was written outside of `compute_on` and `set_xla_metadata`."""
+    return eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
+
+
+def register_checkify(primitive: Any, equations: Any) -> None:
+    """Lets `checkify` look into a primitive: ``equations(*avals, **params)`` is the jaxpr it stands for."""
+    from jax._src import checkify as _checkify
+
+    def rule(*args: Any, **params: Any) -> Any:
+        # jax 0.12 passes its own context before the error.
+        context = () if isinstance(args[0], _checkify.Error) else args[:1]
+        error, enabled_errors, *inputs = args[len(context) :]
+        jaxpr = jex.ClosedJaxpr(equations(*map(typeof, inputs), **params), [])
+        new_error, out = _checkify.checkify_jaxpr(*context, jaxpr, enabled_errors, error, *inputs)
+        return new_error, out if primitive.multiple_results else out[0]
+
+    _checkify.error_checks[primitive] = rule

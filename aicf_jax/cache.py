@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from aicf_jax import _compat
 from aicf_jax.engine import Context, Engine, Rewritten, backward_program, batched_program
-from aicf_jax.fingerprint import Uncacheable, program_key
+from aicf_jax.fingerprint import Uncacheable, describe
 
 #: Plans kept; the least recently used goes first.
 MAX_PLANS = 256
@@ -25,12 +26,14 @@ class Plan:
     """A rewritten program whose constants are arguments.
 
     `rewritten` is None when the framework failed and the program runs as written; `failure` then says why.
+    `in_parts`: it must not be compiled as one: it moves arrays between devices, or is built anew at every call.
     """
 
     jaxpr: Any
     unfused: Any
     rewritten: Rewritten | None
     failure: str | None = None
+    in_parts: bool = False
 
     @functools.cached_property
     def function(self) -> Callable[..., list[Any]]:
@@ -79,14 +82,17 @@ class PlanCache:
         with self._lock:
             self.traces += 1
 
-    def get(self, jaxpr: Any, context: Context) -> Plan:
+    def get(self, jaxpr: Any, context: Context, transformed: bool = False) -> Plan:
         """The plan of a constant-free program under a context; built when there is none.
+
+        `transformed`: the call may be differentiated. A program with rules of the user's own is then never taken from
+        the cache: jax traces a rule once per program and would not see what it reads a second time.
 
         Two threads may build the same plan at the same time; either result is right, the later one stays.
         """
         try:
-            key = (program_key(jaxpr), context)
-            hash(key)
+            program, user_rules = describe(jaxpr)
+            key = None if user_rules and transformed else (program, context)
         except Uncacheable:
             key = None
         if key is not None:
@@ -97,6 +103,8 @@ class PlanCache:
                     self.hits += 1
                     return plan
         plan = build_plan(jaxpr, context)
+        in_parts = key is None or _compat.places_arrays(jaxpr)
+        plan = dataclasses.replace(plan, in_parts=in_parts)
         with self._lock:
             self.rewrites += 1
             if key is not None:
@@ -160,9 +168,9 @@ def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:
     """
     from aicf_jax import verify
 
-    values = [v if isinstance(v, jax.Array) else jnp.asarray(v) for v in values]
+    values = [jnp.asarray(v) if isinstance(v, (float, complex, np.ndarray, np.generic)) else v for v in values]
     if context.policy.verify and _compat.at_top_level():
         return verify.compared(plan, values)
-    if any(_compat.is_staged(v) for v in values) or context.policy.numerics == "bitwise":
+    if plan.in_parts or context.policy.numerics == "bitwise" or any(_compat.is_staged(v) for v in values):
         return plan.function(*values)
     return plan.compiled(*values)

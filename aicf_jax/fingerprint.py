@@ -1,9 +1,13 @@
 """Structural keys: equal programs get equal keys, whatever objects tracing made them of.
 
 `program_key` numbers variables in order of appearance and takes in everything that can change what is computed:
-primitives, parameters, types (shape, dtype, weak type, sharding), literals, contexts, nested programs, and the
-identity of user-written differentiation rules. It leaves out what cannot: source lines, variable names, and the values
+primitives, parameters, types (shape, dtype, weak type, sharding), literals, contexts, nested programs, and user-written
+differentiation rules. It leaves out what cannot: source lines, variable names, and the values
 of the program's constants, which are arguments of the rewritten program.
+
+A rule equals another when code, defaults and closed-over values do, since tracing wraps rules in fresh closures and a
+user's ``def`` may run again at every call. That holds for closures of constants and functions only: a rule that closes
+over something that can change (a list, an array, an object) is never compared, and its program never cached.
 
 Keys are exact (tuples compared by value, not digests), so a collision cannot give a stale program.
 """
@@ -21,11 +25,12 @@ import numpy as np
 
 from aicf_jax import _compat
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, np.dtype, types.CodeType, types.ModuleType)
+_ATOMS = (str, bytes, int, bool, type(None), type, np.dtype, types.CodeType, types.ModuleType)
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "functools", "builtins", "aicf_jax")
 
 
 class Uncacheable(Exception):
-    """The program holds something that must not outlive this call (a tracer inside a differentiation rule)."""
+    """The program holds something that must not outlive this call or may change until the next (inside a rule)."""
 
 
 class _ById:
@@ -53,6 +58,8 @@ class Keys:
     def __init__(self) -> None:
         self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
         self._open: list[int] = []
+        #: Whether a differentiation rule written outside of jax, flax and optax was met.
+        self.user_rules = False
 
     def program(self, jaxpr: Any, consts: Sequence[Any] = ()) -> Hashable:
         """The key of a jaxpr. `consts` are values of nested constants, which are told apart by identity."""
@@ -107,6 +114,8 @@ class Keys:
         """The key of one parameter: containers by content, programs by structure, functions by code and closure."""
         if isinstance(x, _ATOMS):
             return (type(x), x)
+        if isinstance(x, (float, complex)):
+            return (type(x), complex(x).real.hex(), complex(x).imag.hex())  # tells -0.0 from 0.0
         if isinstance(x, (tuple, list)):
             return (type(x), *map(self.value, x))
         if isinstance(x, dict):
@@ -125,7 +134,7 @@ class Keys:
         return self._structured(x)
 
     def _structured(self, x: Any) -> Hashable:
-        """Functions and rule objects: equal when their parts are, so re-running a user's ``def`` gives no new rule."""
+        """Functions and rule objects: equal when their parts are."""
         if id(x) in self._open:  # a rule that refers to its own function
             return ("recursive", self._open.index(id(x)))
         parts = _parts(x)
@@ -133,9 +142,23 @@ class Keys:
             return self._object(x)
         self._open.append(id(x))
         try:
-            return (type(x), *map(self.value, parts))
+            if _is_library(x):
+                return (type(x), *map(self.value, parts))
+            self.user_rules = True
+            return (type(x), *map(self._held, parts))
         finally:
             self._open.pop()
+
+    def _held(self, x: Any) -> Hashable:
+        """The key of what a user's function holds on to. Raises Uncacheable for what can change."""
+        if isinstance(x, tuple):
+            return (tuple, *map(self._held, x))
+        known = isinstance(x, (*_ATOMS, float, complex)) or _parts(x) is not None or _is_library(x)
+        if known and not isinstance(x, (np.ndarray, jax.Array)):
+            return self.value(x)
+        if _compat.is_tracer(x):
+            raise Uncacheable("a differentiation rule closes over a tracer")
+        raise Uncacheable(f"a differentiation rule closes over a {type(x).__name__}, which can change")
 
     def _object(self, x: Any) -> Hashable:
         try:
@@ -160,6 +183,12 @@ def _parts(x: Any) -> tuple[Any, ...] | None:
     return _compat.rule_parts(x)
 
 
+def _is_library(x: Any) -> bool:
+    """Whether a function, or the type of an object, comes from the libraries whose objects do not change."""
+    module = getattr(x, "__module__", None) if isinstance(x, types.FunctionType) else type(x).__module__
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES and not isinstance(x, (list, dict, set))
+
+
 class _Body:
     """A key with its hash computed once: nested keys are hashed again by every enclosing one otherwise."""
 
@@ -175,10 +204,16 @@ class _Body:
         return self is other or (isinstance(other, _Body) and self._hash == other._hash and self.key == other.key)
 
 
+def describe(jaxpr: Any) -> tuple[Hashable, bool]:
+    """``(key, user_rules)``: the key of a program, and whether it holds rules of the user's own. Raises Uncacheable."""
+    keys = Keys()
+    return keys.program(jaxpr), keys.user_rules
+
+
 def program_key(jaxpr: Any) -> Hashable:
     """The structural key of a jaxpr (see the module's docstring).
 
     Raises:
-      Uncacheable: the program holds a tracer; it must be rewritten anew each time.
+      Uncacheable: a rule holds a tracer or something that can change; the program must be rewritten anew each time.
     """
     return Keys().program(jaxpr)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from aicf_jax import _compat
 from aicf_jax.errors import Refusal
 from aicf_jax.pattern import Match
 from aicf_jax.policy import Policy
@@ -44,6 +45,13 @@ def _effects(match: Match, policy: Policy) -> Refusal | None:
     return None
 
 
+def _context(match: Match, policy: Policy) -> Refusal | None:
+    eqns = [match.graph.eqn(c) for node in match.nodes for c in node.covers]
+    if not all(_compat.plain_context(e) for e in eqns) or len({id(e.ctx) for e in eqns}) > 1:
+        return refuse(match, "context", "one context, without compute_on or XLA metadata", "equations in others")
+    return None
+
+
 def _dtypes(match: Match, policy: Policy) -> Refusal | None:
     for value in _values(match):
         dtype = getattr(value.aval, "dtype", None)
@@ -66,4 +74,4 @@ def _numerics(match: Match, policy: Policy) -> Refusal | None:
     return None
 
 
-CHECKS: tuple[Callable[[Match, Policy], Refusal | None], ...] = (_effects, _dtypes, _shapes, _numerics)
+CHECKS: tuple[Callable[[Match, Policy], Refusal | None], ...] = (_effects, _context, _dtypes, _shapes, _numerics)

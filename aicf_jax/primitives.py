@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 from aicf_jax import _compat, autodiff, log, verify
@@ -163,6 +164,27 @@ def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ..
     return [*fixed, *(found.get(i) for i in where)]
 
 
+def _transpose(cts: Sequence[Any], *inputs: Any, op: FusedOp, residual: bool) -> list[Any]:
+    """Transposes the equations: an operation without an activation is linear in its product's operands one by one."""
+    where = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
+    given = list(inputs)
+
+    def f(*xs: Any) -> list[Any]:
+        for i, x in zip(where, xs, strict=True):
+            given[i] = x
+        return _results(op, given, residual, None)
+
+    cts = [ad.instantiate_zeros(ct) for ct in cts]
+    found = jax.linear_transpose(f, *(inputs[i].aval for i in where))(cts)
+    out: list[Any] = [None] * len(inputs)
+    for i, ct in zip(where, found, strict=True):
+        out[i] = ct
+    return out
+
+
+ad.primitive_transposes[fused_p] = _transpose
+
+
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     f = functools.partial(_tangent, **params)
     return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
@@ -189,3 +211,27 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=Fals
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 batching.primitive_batchers[tangent_p] = _tangent_batch
+
+
+# -- other interpreters ---------------------------------------------------------------------------------
+
+
+def _equations(*avals: Any, op: FusedOp, residual: bool) -> Any:
+    return _compat.trace(_function(op, residual, None), *avals)
+
+
+def _tangent_equations(*avals: Any, **params: Any) -> Any:
+    return _compat.trace(lambda *args: [_tangent(*args, **params)], *avals)
+
+
+def _jet(primals: Sequence[Any], series: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
+    # Rules see Taylor coefficients; `jet` itself takes derivatives unless told otherwise.
+    return jet.jet(_function(op, residual, None), tuple(primals), tuple(series), factorial_scaled=False)
+
+
+jet.jet_rules[fused_p] = _jet
+_compat.register_checkify(fused_p, _equations)
+_compat.register_checkify(tangent_p, _tangent_equations)
+_compat.register_checkify(
+    autodiff.activation_grad_p, lambda r, t, *, grad: _compat.trace(lambda *xs: [grad(*xs)], r, t)
+)

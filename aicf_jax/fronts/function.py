@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -46,10 +46,13 @@ class Traced:
 class FusedFunction:
     """A function that runs fused. Name, docstring and signature are those of the original (``__wrapped__``)."""
 
-    def __init__(self, function: Callable[..., Any], context: Context):
+    def __init__(self, function: Callable[..., Any], context: Context, lifted: bool = False):
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
         self.context = context
+        #: Called by flax inside a module, on a pure function of its variables: the scope it holds is flax's business,
+        #: and the function must not run twice, since its first run drew from the module's rngs.
+        self._lifted = lifted
         with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
             self.__signature__ = inspect.signature(function)
 
@@ -57,18 +60,21 @@ class FusedFunction:
         if _compat.jit_disabled():
             return self.__wrapped__(*args, **kwargs)  # for looking into the user's own operations one by one
         try:
-            traced = trace_call(self.__wrapped__, args, kwargs)
-        except _NEEDS_VALUE as error:
+            traced = trace_call(self.__wrapped__, args, kwargs, self._lifted)
+        except (*_NEEDS_VALUE, state.Unwritable, _HiddenResult) as error:
+            if self._lifted:
+                raise
             return self._as_written(error, args, kwargs)
-        plan = PLANS.get(traced.jaxpr, self.context)
+        plan = PLANS.get(traced.jaxpr, self.context, any(map(_compat.is_tracer, traced.values)))
         return traced.finish(run(plan, traced.values, self.context))
 
     def _as_written(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Python that branches on array values cannot be traced; it runs as it is where that is possible at all."""
-        if self.context.policy.on_failure == "raise" or any(map(_compat.is_tracer, jax.tree.leaves((args, kwargs)))):
+        """A function that cannot be traced runs as it is, where that is possible at all."""
+        traced = any(map(_compat.is_tracer, jax.tree.leaves((args, kwargs))))
+        if self.context.policy.on_failure == "raise" or (traced and isinstance(error, _NEEDS_VALUE)):
             raise error
         name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
-        log.once(f"{name} needs the values of its array arguments and runs unfused: {str(error).splitlines()[0]}")
+        log.once(f"{name} cannot be traced and runs unfused: {str(error).splitlines()[0]}")
         return self.__wrapped__(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -81,13 +87,20 @@ class FusedFunction:
         return f"fuse({self.__wrapped__!r})"
 
 
-def trace_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+def trace_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], lifted: bool = False
+) -> Traced:
     """Runs the user's Python once, on tracers.
 
     Python floats and NumPy values are traced; when the function turns out to need the value of one, it runs once more
     with all of them fixed.
     """
     call = _Call(function, args, kwargs, host_static=False)
+    hidden = state.hidden_linen(None if lifted else function, call.leaves.static.values())
+    if hidden:
+        raise state.Unwritable(
+            "it captures a linen module whose variables or rngs it may change; fuse the module instead"
+        )
     try:
         return call.trace()
     except Exception as error:
@@ -121,6 +134,7 @@ class _Call:
         except Exception as error:
             _explain_state(error, self.function)
             raise
+        self._check_no_stale_read(traced.consts)
         jaxpr, _consts = _compat.open_jaxpr(traced)  # pyright: ignore[reportGeneralTypeIssues]
         jaxpr, hoisted = _compat.hoist_constants(jaxpr)
         values = (*hoisted, *traced.consts, *self.objects.leaves, *self.leaves.dynamic)
@@ -130,23 +144,50 @@ class _Call:
         """What is traced: rebuilds arguments and objects, calls the user's function, takes its result apart."""
         copies = self.objects.copies(leaves)
         new = {id(old): copy for old, copy in zip(self.objects.originals, copies, strict=True)}
-        args, kwargs = self.leaves.join(jax.tree.leaves((args, kwargs)))
+        tracers = jax.tree.leaves((args, kwargs))
+        passed = {id(t): x for t, x in zip(tracers, self.leaves.dynamic, strict=True)}
+        args, kwargs = self.leaves.join(tracers)
         if new:
             args, kwargs = jax.tree.map(lambda x: new.get(id(x), x), (args, kwargs), is_leaf=state.is_object)
-        result = state.rebind(self.function, new)(*args, **kwargs) if new else self.function(*args, **kwargs)
-        originals = {id(copy): old for old, copy in zip(self.objects.originals, copies, strict=True)}
-        out, tree = jax.tree.flatten(result, is_leaf=state.is_object)
-        arrays = [x for x in out if isinstance(x, jax.Array)]
-        fixed = {i: originals.get(id(x), x) for i, x in enumerate(out) if not isinstance(x, jax.Array)}
+        originals = self.objects.parts(copies)
+        watched: list[tuple[Any, list[Any]]] = []
+        result = (state.rebind(self.function, new, watched) if new else self.function)(*args, **kwargs)
+        state.check_untouched(watched)
+        out, tree = jax.tree.flatten(result, is_leaf=lambda x: id(x) in originals)
+        # An argument that comes back untouched is the caller's own object.
+        fixed = {i: passed[id(x)] for i, x in enumerate(out) if id(x) in passed}
+        fixed |= {i: originals.get(id(x), x) for i, x in enumerate(out) if not isinstance(x, jax.Array)}
+        arrays = [x for i, x in enumerate(out) if i not in fixed]
+        _check_no_leak(fixed[i] for i in fixed if not isinstance(out[i], jax.Array) and id(out[i]) not in originals)
         updates, changes = self.objects.changes(copies, leaves)
         self._outcome = (tree, fixed, changes, len(updates))
         return [*updates, *arrays]
+
+    def _check_no_stale_read(self, constants: Iterable[Any]) -> None:
+        """An object that is changed must not also be read where `fuse` did not find it: that read is of old arrays."""
+        read = {id(c) for c in constants}
+        if any(id(self.objects.leaves[i]) in read for i in self._outcome[2].where):
+            raise state.Unwritable("it changes an nnx object that it also reaches in a way fuse cannot follow")
 
     def _finish(self, values: list[Any]) -> Any:
         tree, fixed, changes, n = self._outcome
         self.objects.write_back(changes, values[:n])
         arrays = iter(values[n:])
         return jax.tree.unflatten(tree, [fixed[i] if i in fixed else next(arrays) for i in range(tree.num_leaves)])
+
+
+class _HiddenResult(Exception):
+    """A result that is no pytree holds arrays: they cannot be taken out of the trace."""
+
+
+def _check_no_leak(results: Iterable[Any]) -> None:
+    for x in results:
+        if (
+            inspect.isgenerator(x)
+            or state.is_object(x)
+            or any(map(_compat.is_tracer, getattr(x, "__dict__", {}).values()))
+        ):
+            raise _HiddenResult(f"a result of type {type(x).__name__} is not a pytree and holds arrays")
 
 
 def _named_like(function: Any, inner: Callable[..., Any]) -> Callable[..., Any]:

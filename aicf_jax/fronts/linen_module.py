@@ -10,6 +10,7 @@ from flax.core import lift
 
 from aicf_jax.engine import Context
 from aicf_jax.fronts.function import FusedFunction
+from aicf_jax.fronts.nnx_module import keep_class_attributes
 
 
 def fuse_module(module: nn.Module, context: Context) -> nn.Module:
@@ -25,34 +26,43 @@ def fuse_module(module: nn.Module, context: Context) -> nn.Module:
         fused = object.__new__(cls)
         object.__setattr__(fused, "__dict__", module.__dict__)
         return fused
-    fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}  # pyright: ignore[reportAttributeAccessIssue]
-    return cls(**fields, name=module.name, parent=None)
+    return cls(**_fields(module), name=module.name, parent=None)
 
 
 def is_fused(module: Any) -> bool:
     """Whether a module came out of `fuse_module`."""
-    return hasattr(type(module), "_aicf_context")
+    return "_aicf_context" in vars(type(module))
 
 
 def unfused(module: Any) -> nn.Module:
     """The original module of a fused one."""
-    cls = type(module).__mro__[1]
-    fields = {f: getattr(module, f) for f in module.__dataclass_fields__ if f not in ("parent", "name")}
-    return cls(**fields, name=module.name, parent=None)
+    cls = type(module).__mro__[1] if is_fused(module) else type(module)
+    return cls(**_fields(module), name=module.name, parent=None)
+
+
+def _fields(module: Any) -> dict[str, Any]:
+    """What a module of the same kind is made of."""
+    return {
+        name: getattr(module, name)
+        for name, field in module.__dataclass_fields__.items()
+        if field.init and name not in ("parent", "name")
+    }
 
 
 @functools.lru_cache(maxsize=256)
 def _fused_class(cls: type, context: Context) -> Any:
-    if hasattr(cls, "_aicf_context"):
+    if "_aicf_context" in vars(cls):
         cls = cls.__mro__[1]
 
-    def apply(self: Any, variables: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def apply(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        if not is_fused(self):
+            return cls.apply(self, *args, method=method, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         original = unfused(self)
         method = method.__name__ if getattr(method, "__self__", None) is self else method
-        return FusedFunction(original.apply, context)(variables, *args, method=_original(cls, method), **kwargs)
+        return FusedFunction(original.apply, context)(*args, method=_original(cls, method), **kwargs)
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None or self.is_initializing():
+        if self.scope is None or self.is_initializing() or not is_fused(self):
             return cls.__call__(self, *args, **kwargs)  # pyright: ignore[reportCallIssue]
         return _lifted(cls, context)(self, *args, **kwargs)
 
@@ -67,7 +77,11 @@ def _fused_class(cls: type, context: Context) -> Any:
     }
     if "__call__" in dir(cls):
         body["__call__"] = functools.wraps(cls.__call__)(call)
-    return type(cls)(cls.__name__, (cls,), body)
+    for name in ("__eq__", "__hash__"):
+        # flax makes dataclasses of modules, which would put methods of its own in the place of a model's.
+        if name in vars(cls) and not getattr(vars(cls)[name], "__qualname__", "").startswith("_process_class"):
+            body.setdefault(name, vars(cls)[name])
+    return keep_class_attributes(type(cls)(cls.__name__, (cls,), body), body)
 
 
 #: Methods that make parameters or tables: nothing to fuse, and the result must be the original's to the bit.
@@ -77,6 +91,8 @@ _UNFUSED = ("init", "init_with_output", "lazy_init", "tabulate", "module_paths")
 def _delegate(cls: type, name: str) -> Any:
     @functools.wraps(getattr(cls, name))
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not is_fused(self):
+            return getattr(cls, name)(self, *args, **kwargs)
         return getattr(unfused(self), name)(*args, **kwargs)
 
     return method
@@ -99,7 +115,7 @@ def _lifted(cls: type, context: Context) -> Any:
                 scope = scope_fn(variable_groups, rng_groups)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
 
-            return FusedFunction(pure, context)(variable_groups, rng_groups, args, kwargs)
+            return FusedFunction(pure, context, lifted=True)(variable_groups, rng_groups, args, kwargs)
 
         return lift.pack(inner, (variables,), (variables,), (rngs,), name="fuse", enable_kwargs=True)
 

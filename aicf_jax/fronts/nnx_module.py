@@ -23,7 +23,7 @@ def fuse_module(module: Any, context: Context) -> Any:
 
 def is_fused(module: Any) -> bool:
     """Whether a module came out of `fuse_module`."""
-    return hasattr(type(module), "_aicf_context")
+    return "_aicf_context" in vars(type(module))
 
 
 def plain_call(module: Any) -> Any:
@@ -45,7 +45,7 @@ def _as_original(module: Any) -> Any:
 
 def _original_class(cls: type) -> Any:
     """The model's own class behind a fused one."""
-    return cls.__mro__[1] if hasattr(cls, "_aicf_context") else cls
+    return cls.__mro__[1] if "_aicf_context" in vars(cls) else cls
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,4 +73,11 @@ def _fused_class(cls: type, context: Context) -> type:
         "_aicf_context": context,
         "__reduce__": lambda self: (fuse_module, (_as_original(self), context)),
     }
-    return type(original)(original.__name__, (original,), body)
+    return keep_class_attributes(type(original)(original.__name__, (original,), body), body)
+
+
+def keep_class_attributes(cls: Any, body: dict[str, Any]) -> Any:
+    """Takes back what the model's ``__init_subclass__`` set on the new class: its class attributes are the model's."""
+    for name in [n for n in vars(cls) if n not in body and not n.startswith("_")]:
+        delattr(cls, name)
+    return cls

@@ -86,6 +86,10 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "trans_b": bool(attrs["trans_b"]),
         "operand_dtypes": (str(a.dtype), str(b.dtype)),
         "output_dtype": str(op.out_avals[0].dtype),
+        "product_dtype": str(op.steps[0].body.outvars[0].aval.dtype),
+        "precision": str(op.steps[0].body.eqns[0].params["precision"]),
+        # Casts and layout changes between product, bias and activation are steps of the operation too.
+        "steps": tuple(step.name for step in op.steps),
     }
 
 

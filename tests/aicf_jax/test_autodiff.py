@@ -110,7 +110,20 @@ def _run_grad(op, residual, ct):
 
 
 CAPABILITIES = dict.fromkeys(
-    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+    [
+        "activation",
+        "has_bias",
+        "bias_along",
+        "batched",
+        "trans_a",
+        "trans_b",
+        "operand_dtypes",
+        "output_dtype",
+        "product_dtype",
+        "precision",
+        "steps",
+    ],
+    ANY,
 )
 MINE = Kernel("mine", "gemm_epilogue", ("cpu", "cuda"), CAPABILITIES, _run)
 MINE_GRAD = Kernel(

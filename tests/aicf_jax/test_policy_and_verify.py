@@ -15,7 +15,20 @@ from aicf_jax.verify import bound, difference
 
 X, W, B = jnp.linspace(-1, 1, 20).reshape(5, 4), jnp.linspace(-2, 1, 12).reshape(4, 3), jnp.arange(3.0)
 ALL = dict.fromkeys(
-    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+    [
+        "activation",
+        "has_bias",
+        "bias_along",
+        "batched",
+        "trans_a",
+        "trans_b",
+        "operand_dtypes",
+        "output_dtype",
+        "product_dtype",
+        "precision",
+        "steps",
+    ],
+    ANY,
 )
 
 

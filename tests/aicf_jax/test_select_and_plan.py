@@ -15,7 +15,20 @@ from aicf_jax.select import cost_of
 
 X, W, B = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
 ALL = dict.fromkeys(
-    ["activation", "has_bias", "bias_along", "batched", "trans_a", "trans_b", "operand_dtypes", "output_dtype"], ANY
+    [
+        "activation",
+        "has_bias",
+        "bias_along",
+        "batched",
+        "trans_a",
+        "trans_b",
+        "operand_dtypes",
+        "output_dtype",
+        "product_dtype",
+        "precision",
+        "steps",
+    ],
+    ANY,
 )
 
 
