@@ -131,10 +131,10 @@ class TestPlacement:
         assert fuse(f)(X).devices() == f(X).devices() == {target}
 
     def test_chains_across_contexts_are_refused(self):
-        from jax.experimental.compute_on import compute_on
+        from jax.experimental.xla_metadata import set_xla_metadata
 
         def f(x):
-            with compute_on("device_host"):
+            with set_xla_metadata(tag="1"):
                 z = x @ W
             return jnp.tanh(z + B)
 

@@ -153,6 +153,8 @@ class _Call:
         watched: list[tuple[Any, list[Any]]] = []
         result = (state.rebind(self.function, new, watched) if new else self.function)(*args, **kwargs)
         state.check_untouched(watched)
+        if inspect.isgenerator(result):
+            raise _HiddenResult("a generator computes its values after the call")
         out, tree = jax.tree.flatten(result, is_leaf=lambda x: id(x) in originals)
         # An argument that comes back untouched is the caller's own object.
         fixed = {i: passed[id(x)] for i, x in enumerate(out) if id(x) in passed}
