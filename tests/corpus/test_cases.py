@@ -15,31 +15,29 @@ import pytest
 
 FOLDER = Path(__file__).parent
 CASES = sorted(p.stem for p in (FOLDER / "cases").glob("*.py"))
-# : Slow in any mode: what they exercise belongs to families that are not fused yet (attention, norms, convolutions),
-# or they : are whole models whose layers have tests of their own.
-LONG = set(
-    [
-        "a02_conv_shared_bn_one_path",
-        "a03_softmax_axis",
-        "a07_mask_forms",
-        "a08_norm_affine_shapes",
-        "a10_shared_modulation",
-        "b02_param_vs_compute",
-        "b04_low_precision_masks",
-        "c02_bias_mask_grad",
-        "e01_odd_tiles",
-        "e04_decode",
-        "e06_head_dims",
-        "e07_gqa",
-        "e08_mask_shapes",
-        "f03_nnx_vit",
-        "f04_resnet_batchnorm",
-        "f07_llama",
-        "f10_mha_variants",
-        "f13_conv_norm_variants",
-        "g04_large_logits",
-    ]
-)
+# Slow in any mode: what they exercise belongs to families that are not fused yet (attention, norms, convolutions), or
+# they are whole models whose layers have tests of their own.
+LONG = {
+    "a02_conv_shared_bn_one_path",
+    "a03_softmax_axis",
+    "a07_mask_forms",
+    "a08_norm_affine_shapes",
+    "a10_shared_modulation",
+    "b02_param_vs_compute",
+    "b04_low_precision_masks",
+    "c02_bias_mask_grad",
+    "e01_odd_tiles",
+    "e04_decode",
+    "e06_head_dims",
+    "e07_gqa",
+    "e08_mask_shapes",
+    "f03_nnx_vit",
+    "f04_resnet_batchnorm",
+    "f07_llama",
+    "f10_mha_variants",
+    "f13_conv_norm_variants",
+    "g04_large_logits",
+}
 QUICK = "value,jit,grad,custom"
 REST = "gradgrad,jvp,hessian,vmap,vmapgrad,scan,remat,dtype,numgrad,linearize"
 
