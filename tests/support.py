@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aicf_jax.kernels import ANY
+
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # An activation is a short chain of roundings (gelu: about a dozen, around an erf or tanh of a few units in the last
 # place); its derivatives are of similar length.
@@ -128,3 +130,22 @@ def assert_same(fused, unfused, *, roundings=1, dtype=None):
         atol = 2 * roundings * roundoff * max(_magnitude(want), floor)
         # assert_allclose compares NaN and infinity positions exactly
         np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=where)
+
+
+#: Capabilities of a kernel that takes every gemm_epilogue.
+EVERY_GEMM_EPILOGUE = dict.fromkeys(
+    [
+        "activation",
+        "has_bias",
+        "bias_along",
+        "batched",
+        "trans_a",
+        "trans_b",
+        "operand_dtypes",
+        "output_dtype",
+        "product_dtype",
+        "precision",
+        "steps",
+    ],
+    ANY,
+)

@@ -12,7 +12,7 @@ from aicf_jax.cache import build_plan
 from aicf_jax.engine import backward_program
 from aicf_jax.explain import backward_text
 from aicf_jax.fuse import make_context
-from aicf_jax.kernels import ANY
+from tests.support import EVERY_GEMM_EPILOGUE
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -109,22 +109,7 @@ def _run_grad(op, residual, ct):
     return dz.sum(0), dz
 
 
-CAPABILITIES = dict.fromkeys(
-    [
-        "activation",
-        "has_bias",
-        "bias_along",
-        "batched",
-        "trans_a",
-        "trans_b",
-        "operand_dtypes",
-        "output_dtype",
-        "product_dtype",
-        "precision",
-        "steps",
-    ],
-    ANY,
-)
+CAPABILITIES = EVERY_GEMM_EPILOGUE
 MINE = Kernel("mine", "gemm_epilogue", ("cpu", "cuda"), CAPABILITIES, _run)
 MINE_GRAD = Kernel(
     "mine_grad",

@@ -12,24 +12,10 @@ from aicf_jax import FuseError, Kernel, Pattern, Policy, VerificationError
 from aicf_jax.kernels import ANY
 from aicf_jax.pattern import GEMM, opt, star
 from aicf_jax.verify import bound, difference
+from tests.support import EVERY_GEMM_EPILOGUE
 
 X, W, B = jnp.linspace(-1, 1, 20).reshape(5, 4), jnp.linspace(-2, 1, 12).reshape(4, 3), jnp.arange(3.0)
-ALL = dict.fromkeys(
-    [
-        "activation",
-        "has_bias",
-        "bias_along",
-        "batched",
-        "trans_a",
-        "trans_b",
-        "operand_dtypes",
-        "output_dtype",
-        "product_dtype",
-        "precision",
-        "steps",
-    ],
-    ANY,
-)
+ALL = EVERY_GEMM_EPILOGUE
 
 
 def dense(x, w, b):

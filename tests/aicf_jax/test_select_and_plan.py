@@ -10,26 +10,12 @@ import aicf_jax
 from aicf_jax import FuseError, Kernel, Policy
 from aicf_jax.cache import build_plan
 from aicf_jax.fuse import make_context
-from aicf_jax.kernels import ANY, XLA
+from aicf_jax.kernels import XLA
 from aicf_jax.select import cost_of
+from tests.support import EVERY_GEMM_EPILOGUE
 
 X, W, B = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
-ALL = dict.fromkeys(
-    [
-        "activation",
-        "has_bias",
-        "bias_along",
-        "batched",
-        "trans_a",
-        "trans_b",
-        "operand_dtypes",
-        "output_dtype",
-        "product_dtype",
-        "precision",
-        "steps",
-    ],
-    ANY,
-)
+ALL = EVERY_GEMM_EPILOGUE
 
 
 def dense(x, w, b):
