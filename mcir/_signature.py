@@ -20,13 +20,16 @@ _SPECIAL: dict[str, tuple[int, tuple[str, ...]]] = {
     "bits": (1, ("axes", "shape")),
     "dot": (2, ("over",)),
     "shifted_exp": (2, ("base",)),
-    **dict.fromkeys(("sum", "max", "min"), (1, ("over",))),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), (1, ("over",))),
 }
+
+#: Parameters that may be left out: how precisely a ``dot`` multiplies, as `jax.lax.Precision` names it.
+OPTIONAL = frozenset({("dot", "precision")})
 
 
 def pointwise(s: Compute) -> bool:
-    """Whether it is a function of each element (``max`` and ``min`` have a form with parameter ``over``, too)."""
-    return s.op == "shifted_exp" or (s.op in POINTWISE and s.param("over") is None)
+    """Whether it is a function of each element."""
+    return s.op == "shifted_exp" or s.op in POINTWISE
 
 
 def signature_problem(s: Compute) -> str | None:
@@ -39,7 +42,7 @@ def signature_problem(s: Compute) -> str | None:
         count, allowed = _SPECIAL[s.op]
     if len(s.args) != count:
         return f"{s.op} takes {count} argument(s), not {len(s.args)}"
-    found = tuple(name for name, _ in s.params)
+    found = tuple(name for name, _ in s.params if (s.op, name) not in OPTIONAL)
     if found != tuple(sorted(allowed)) and not (s.op == "shifted_exp" and not found):
         return f"the parameters of {s.op} are ({', '.join(sorted(allowed))}), not ({', '.join(found)})"
     if s.op == "bits" and len(s.param("shape")) != len(s.param("axes")):

@@ -92,8 +92,8 @@ class Compute:
     """``result = op(args)`` on tiles. Arguments are names; `params` are sorted ``(name, value)`` pairs.
 
     Operations: every pointwise one of `mcir.operations`, arguments broadcast to the result's axes; ``constant``;
-    ``iota`` (the position along an axis); ``bits`` (random bits of an element's position); ``dot`` and ``sum``,
-    ``max``, ``min`` within a tile (param ``over``); ``shifted_exp(x, m) = exp(base (x - m))``, 0 where both are -inf.
+    ``iota`` (the position along an axis); ``bits`` (random bits of an element's position); ``dot`` and
+    ``reduce_sum``, ``reduce_max``, ``reduce_min`` within a tile (param ``over``); ``shifted_exp(x, m) = exp(base (x - m))``, 0 where both are -inf.
     """
 
     result: str

@@ -181,12 +181,12 @@ class _Checker:
     def partial(self, s: Compute, args: list[_Value], loops: tuple[str, ...]) -> frozenset[str]:
         """The loop axes that the result is only a part of the sum over."""
         over = frozenset(s.param("over", ())) & set(loops)
-        if over and s.op in ("max", "min"):
+        if over and s.op in ("reduce_max", "reduce_min"):
             self.fail(f"a {s.op} over {self.ordered(over)}, which is looped over, needs a reduction")
         parts = [i for i, a in enumerate(args) if a.partial]
         if not parts:
             return over
-        rule = {"dot": "any", "sum": "any"}.get(s.op, LINEAR.get(s.op))
+        rule = {"dot": "any", "reduce_sum": "any"}.get(s.op, LINEAR.get(s.op))
         linear = {"any": len(parts) == 1, "all": len({a.partial for a in args}) == 1}.get(str(rule), parts == [rule])
         what = f"{s.args[parts[0]]} is the sum over a part of {self.ordered(args[parts[0]].partial)}"
         self.require(rule is not None and linear, f"{what}: only linear operations may take it, on the way to a `+=`")
@@ -281,7 +281,6 @@ class _Checker:
         predicate = inner.get(skip.predicate)
         self.require(predicate is not None, f"the predicate {skip.predicate} is not a value of the stream")
         assert predicate is not None
-        self.require(predicate.positions, f"the predicate {skip.predicate} depends on more than positions")
         self.require(predicate.type.dtype == "bool", f"the predicate {skip.predicate} is not boolean")
         if skip.rows is None or skip.rows in scope:
             return

@@ -1,0 +1,403 @@
+"""Runs a memory flow program as lax loops.
+
+Tiles become one loop over all blocks of the tiled axes, streams a loop inside it with the running state as its carry,
+buffers in memory arrays that the loops update in place. Within a tile every value is an array whose dimensions are its
+axes in the program's order; XLA compiles what stands between loads and stores.
+
+The loops are for running, not for differentiating: reverse mode through them would keep every tile's state, which is
+the memory that streaming saves. Derivatives are programs of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mcir.derive import Derived
+from mcir.graph import View
+from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
+from mcir.monoid import Moments
+from mcir.operations import POINTWISE, empty_value, random_bits, shifted_exp
+from mcir.visibility import needs_all, visible_blocks
+
+Env = dict[str, Any]
+
+
+def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
+    """A function of the arrays that the original function takes, in their own layout, giving its results."""
+    program = lower_program(derived.program)
+
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        inputs = [_to_axes(arguments[k], view, derived.program, buffer.type)
+                  for (k, view), buffer in zip(derived.arguments, derived.program.role("input"), strict=True)]
+        found = dict(zip((b.name for b in derived.program.role("output")), program(*inputs), strict=True))
+        return tuple(
+            _from_axes(found[name], view, derived.program, derived.program.buffer(name).type)
+            for name, view in derived.results
+        )
+
+    return run
+
+
+def lower_program(program: Program) -> Callable[..., tuple[Any, ...]]:
+    """A function from the program's inputs to its outputs, arrays whose dimensions are the axes of the buffers' types."""
+    runs = [_Nest(program, nest) for nest in program.nests]
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        memory: Env = {}
+        for buffer, array in zip(program.role("input"), inputs, strict=True):
+            memory[buffer.name] = _padded(array, buffer.type, program)
+        for nest in runs:
+            nest(memory)
+        return tuple(_cut(memory[b.name], b.type, program) for b in program.role("output"))
+
+    return run
+
+
+# -- between arrays and named axes ------------------------------------------------------------------------------
+
+
+def _to_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
+    """An argument with one dimension for each axis, in the program's order."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(array)
+    flat = [a for dim in view.dims for a in dim]
+    array = array.reshape([program.axis(a).size for a in flat])
+    order = sorted(range(len(flat)), key=lambda k: type_.axes.index(flat[k]))
+    return array.transpose(order)
+
+
+def _from_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
+    """A result in its own layout; along axes that its value does not vary along it is repeated."""
+    flat = [a for dim in view.dims for a in dim]
+    have = [a for a in flat if a in type_.axes]
+    array = array.transpose([type_.axes.index(a) for a in have])
+    sizes = [program.axis(a).size for a in flat]
+    if have != flat:
+        array = jax.lax.broadcast_in_dim(array, sizes, [flat.index(a) for a in have])
+    return array.reshape(view.shape)
+
+
+def _padded(array: Any, type_: Type, program: Program) -> Any:
+    """Zeros up to whole blocks; reductions leave them out."""
+    if array.ndim != len(type_.axes):
+        return array  # the two words of a key
+    widths = [(0, a.count * a.block - a.size) for a in map(program.axis, type_.axes)]
+    return jnp.pad(array, widths) if any(w for _, w in widths) else array
+
+
+def _cut(array: Any, type_: Type, program: Program) -> Any:
+    sizes = [program.axis(a).size for a in type_.axes]
+    return array if list(array.shape) == sizes else array[tuple(slice(0, n) for n in sizes)]
+
+
+# -- one nest -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Scope:
+    """Values on chip and the position of the loops: axis -> index of its block."""
+
+    values: Env
+    position: Env
+
+
+class _Nest:
+    def __init__(self, program: Program, nest: Tile):
+        self.program, self.nest = program, nest
+        self.axes = {a.name: a for a in program.axes}
+        self.loops = [self.axes[a] for a in nest.axes]
+        stored = [s for s in _flat(nest.body) if isinstance(s, Store)]
+        self.stored = list(dict.fromkeys(s.buffer for s in stored))
+        self.computes = {s.result: s for s in _flat(nest.body) if isinstance(s, (Load, Compute))}
+
+    def __call__(self, memory: Env) -> None:
+        for name in self.stored:
+            buffer = self.program.buffer(name)
+            shape = [a.count * a.block for a in map(self.program.axis, buffer.type.axes)]
+            memory[name] = jnp.zeros(shape, buffer.type.dtype)
+        counts = [a.count for a in self.loops]
+
+        def body(step: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
+            view = {**memory, **dict(zip(self.stored, buffers, strict=True))}
+            scope = _Scope({}, self._position(step, counts))
+            for statement in self.nest.body:
+                self._statement(statement, scope, view)
+            return tuple(view[name] for name in self.stored)
+
+        buffers = tuple(memory[name] for name in self.stored)
+        total = math.prod(counts)
+        buffers = body(0, buffers) if total == 1 else jax.lax.fori_loop(0, total, body, buffers)
+        memory.update(zip(self.stored, buffers, strict=True))
+
+    def _position(self, step: Any, counts: Sequence[int]) -> Env:
+        position: Env = {}
+        for axis, count in reversed(list(zip(self.loops, counts, strict=True))):
+            position[axis.name] = 0 if count == 1 else step % count
+            step = step if count == 1 else step // count
+        return position
+
+    # -- statements -------------------------------------------------------------------------------------------
+    def _statement(self, s: Any, scope: _Scope, memory: Env) -> None:
+        if isinstance(s, Load):
+            scope.values[s.result] = self._load(memory[s.buffer], s.type, scope.position)
+        elif isinstance(s, Compute):
+            scope.values[s.result] = self._compute(s, scope)
+        elif isinstance(s, OnlineReduction):
+            self._declare(s, scope)
+        elif isinstance(s, Store):
+            self._store(s, scope, memory)
+        elif isinstance(s, Stream):
+            self._stream(s, scope, memory)
+        else:
+            raise TypeError(f"{type(s).__name__} outside of a stream")
+
+    def _load(self, array: Any, type_: Type, position: Env) -> Any:
+        if array.ndim != len(type_.axes):
+            return array
+        starts = [position.get(a, 0) * self.axes[a].block if a in position else 0 for a in type_.axes]
+        sizes = [self.axes[a].block if a in position else self.axes[a].size for a in type_.axes]
+        if list(array.shape) == sizes:
+            return array
+        return jax.lax.dynamic_slice(array, starts, sizes)
+
+    def _store(self, s: Store, scope: _Scope, memory: Env) -> None:
+        buffer, array = self.program.buffer(s.buffer), memory[s.buffer]
+        axes, position = buffer.type.axes, scope.position
+        starts = [position[a] * self.axes[a].block if a in position else 0 for a in axes]
+        value = scope.values[s.value].astype(buffer.type.dtype)
+        if s.accumulate:
+            value = value + jax.lax.dynamic_slice(array, starts, value.shape)
+        memory[s.buffer] = value if array.shape == value.shape else jax.lax.dynamic_update_slice(array, value, starts)
+
+    def _declare(self, s: OnlineReduction, scope: _Scope) -> None:
+        shape = [self._extent(a, scope) for a in s.type.axes]
+        for k, name in enumerate(s.results):
+            empty = empty_value("sum" if s.monoid == "moments" else s.monoid, s.type.dtype)
+            scope.values[name] = jnp.full(shape, empty)
+            del k
+
+    def _extent(self, axis: str, scope: _Scope) -> int:
+        """Size of a tile along an axis; the stream's axis counts as tiled inside it."""
+        return self.axes[axis].block if axis in scope.position else self.axes[axis].size
+
+    # -- streams ----------------------------------------------------------------------------------------------
+    def _stream(self, stream: Stream, scope: _Scope, memory: Env) -> None:
+        reductions = {n: d for d in self.nest.body if isinstance(d, OnlineReduction) for n in d.results}
+        states = [n for s in stream.body if isinstance(s, Update) for n in s.results]
+        stored = list(dict.fromkeys(s.buffer for s in stream.body if isinstance(s, Store)))
+        axis = self.axes[stream.axis]
+
+        def body(step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            inner = _Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position))
+            inner.position[stream.axis] = step
+            view = {**memory, **dict(zip(stored, carry[len(states) :], strict=True))}
+            before = dict(inner.values)
+            corrections: Env = {}
+            for s in stream.body:
+                if isinstance(s, Update):
+                    self._update(s, reductions, inner, before, corrections, axis)
+                else:
+                    self._statement(s, inner, view)
+            return (*(inner.values[n] for n in states), *(view[n] for n in stored))
+
+        carry = (*(scope.values[n] for n in states), *(memory[n] for n in stored))
+        if axis.count == 1:
+            carry = body(0, carry)
+        else:
+            carry = self._walk(stream, axis, scope, memory, body, carry, states)
+        scope.values.update(zip(states, carry, strict=False))
+        memory.update(zip(stored, carry[len(states) :], strict=True))
+
+    def _walk(
+        self, stream: Stream, axis: Axis, scope: _Scope, memory: Env, body: Any, carry: Any, states: list[str]
+    ) -> Any:
+        found = visible_blocks(self.program, stream)
+        if found is None or stream.skip is None or bool(found[1].all()):
+            return jax.lax.fori_loop(0, axis.count, body, carry)
+        low, high = self._bounds(found, scope)
+        skip = stream.skip
+        dtype_of = {n: d.type.dtype for d in self.nest.body if isinstance(d, OnlineReduction) for n in d.results}
+        if skip.rows is None:
+            return jax.lax.fori_loop(low, high, body, carry)
+        if skip.rows in states:
+            carry = jax.lax.fori_loop(low, high, body, carry)
+            rows = dict(zip(states, carry, strict=False))[skip.rows]
+            rest = needs_all(skip, rows, dtype_of[skip.rows])
+            carry = jax.lax.fori_loop(jnp.where(rest, high, axis.count), axis.count, body, carry)
+            return jax.lax.fori_loop(0, jnp.where(rest, low, 0), body, carry)
+        buffer = self.program.buffer(skip.rows)
+        rest = needs_all(skip, _cut(memory[skip.rows], buffer.type, self.program), buffer.type.dtype)
+        return jax.lax.fori_loop(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
+
+    def _bounds(self, found: tuple[tuple[str, ...], np.ndarray], scope: _Scope) -> tuple[Any, Any]:
+        """First block that may be visible and the one after the last, at the position of the tiled loops."""
+        tiled, visible = found
+        low = np.where(visible.any(-1), visible.argmax(-1), 0).astype(np.int32)
+        high = np.where(visible.any(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1), 0).astype(np.int32)
+        index = tuple(scope.position.get(a, 0) for a in tiled)
+        return jnp.asarray(low)[index], jnp.asarray(high)[index]
+
+    def _update(
+        self, s: Update, reductions: Env, scope: _Scope, before: Env, corrections: Env, axis: Axis
+    ) -> None:
+        declared: OnlineReduction = reductions[s.results[0]]
+        valid = self._valid(declared.over, scope)
+        if declared.monoid == "moments":
+            self._update_moments(s, declared, scope, valid)
+            return
+        (name,) = s.results
+        share = self._share(s, declared, scope, valid)
+        old = scope.values[name]
+        if declared.monoid != "sum":
+            scope.values[name] = (jnp.maximum if declared.monoid == "max" else jnp.minimum)(old, share)
+            return
+        if declared.corrected_by is not None:
+            m = declared.corrected_by
+            key = (m, declared.base)
+            if key not in corrections:
+                corrections[key] = shifted_exp(before[m], scope.values[m], declared.base)
+            m_axes = reductions[m].type.axes
+            old = old * self._aligned(corrections[key], m_axes, declared.type.axes)
+        scope.values[name] = old + share
+
+    def _share(self, s: Update, declared: OnlineReduction, scope: _Scope, valid: Any) -> Any:
+        """The tile's own part of a reduction."""
+        types = [self._type(a) for a in s.args]
+        args = [scope.values[a] for a in s.args]
+        dtype = declared.type.dtype
+        if valid is not None:
+            empty = "sum" if declared.monoid == "sum" else declared.monoid
+            args = [
+                x if not set(t.axes) & set(valid) else self._masked(x, t, valid, empty)
+                for x, t in zip(args, types, strict=True)
+            ]
+        if len(args) == 2:
+            return self._dot(args, types, declared.type, None)
+        return self._reduce(declared.monoid, args[0], types[0], declared.type.axes, dtype)
+
+    def _update_moments(self, s: Update, declared: OnlineReduction, scope: _Scope, valid: Any) -> None:
+        x, type_ = scope.values[s.args[0]], self._type(s.args[0])
+        over = [type_.axes.index(a) for a in declared.over]
+        mask = None
+        if valid is not None:
+            mask = jnp.ones((), bool)
+            for axis, inside in valid.items():
+                if axis in type_.axes:
+                    mask = mask & self._aligned(inside, (axis,), type_.axes)
+        moments = Moments()
+        # Moments.lift takes one axis: fold several into the last one
+        keep = [k for k in range(x.ndim) if k not in over]
+        folded = x.transpose(*keep, *over).reshape([x.shape[k] for k in keep] + [-1])
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, x.shape).transpose(*keep, *over).reshape(folded.shape)
+        state = tuple(scope.values[n] for n in s.results)
+        new = moments.combine(state, moments.lift(folded.astype(declared.type.dtype), -1, mask))
+        scope.values.update(zip(s.results, new, strict=True))
+
+    def _valid(self, over: Sequence[str], scope: _Scope) -> dict[str, Any] | None:
+        """For each ragged tiled axis of a reduction: which elements of its block exist. None when all do."""
+        out = {}
+        for name in over:
+            axis = self.axes[name]
+            if axis.ragged and name in scope.position:
+                out[name] = scope.position[name] * axis.block + jnp.arange(axis.block) < axis.size
+        return out or None
+
+    def _masked(self, x: Any, type_: Type, valid: dict[str, Any], monoid: str) -> Any:
+        for name, inside in valid.items():
+            if name in type_.axes:
+                keep = self._aligned(inside, (name,), type_.axes)
+                x = jnp.where(keep, x, jnp.asarray(empty_value(monoid, x.dtype)))
+        return x
+
+    # -- values -----------------------------------------------------------------------------------------------
+    def _type(self, name: str) -> Type:
+        if name in self.computes:
+            return self.computes[name].type
+        declared = next(d for d in _flat(self.nest.body) if isinstance(d, OnlineReduction) and name in d.results)
+        return declared.type
+
+    def _aligned(self, x: Any, axes: Sequence[str], target: Sequence[str]) -> Any:
+        """x with a dimension of one for every axis of `target` that it does not vary along."""
+        if tuple(axes) == tuple(target) or not axes:
+            return x
+        return x.reshape([x.shape[axes.index(a)] if a in axes else 1 for a in target])
+
+    def _compute(self, s: Compute, scope: _Scope) -> Any:
+        target = s.type.axes
+        if s.op == "constant":
+            return jnp.asarray(s.param("value"), s.type.dtype)
+        if s.op == "iota":
+            (name,) = target
+            return self._indices(name, scope).astype(s.type.dtype)
+        if s.op == "bits":
+            return self._bits(s, scope)
+        types = [self._type(a) for a in s.args]
+        args = [scope.values[a] for a in s.args]
+        if s.op == "dot" or s.op.startswith("reduce_"):
+            return self._contraction(s, args, types, scope)
+        args = [self._aligned(x, t.axes, target) for x, t in zip(args, types, strict=True)]
+        if s.op == "shifted_exp":
+            return shifted_exp(args[0], args[1], s.param("base"))
+        return self._pointwise(s, args)
+
+    def _pointwise(self, s: Compute, args: list[Any]) -> Any:
+        """Operations of `jax.lax` want equal shapes, but for scalars in some places: all are broadcast."""
+        if len(args) > 1:
+            args = list(jnp.broadcast_arrays(*args))
+        out = POINTWISE[s.op](*args, **dict(s.params))
+        return out if str(out.dtype) == s.type.dtype else out.astype(s.type.dtype)
+
+    def _contraction(self, s: Compute, args: list[Any], types: list[Type], scope: _Scope) -> Any:
+        valid = self._valid(s.param("over"), scope)
+        monoid = {"reduce_max": "max", "reduce_min": "min"}.get(s.op, "sum")
+        if valid is not None:
+            args = [self._masked(x, t, valid, monoid) for x, t in zip(args, types, strict=True)]
+        if s.op == "dot":
+            return self._dot(args, types, s.type, s.param("precision"))
+        return self._reduce(monoid, args[0], types[0], s.type.axes, s.type.dtype)
+
+    def _reduce(self, monoid: str, x: Any, type_: Type, target: Sequence[str], dtype: str) -> Any:
+        over = tuple(k for k, a in enumerate(type_.axes) if a not in target)
+        if monoid == "sum":
+            return jnp.sum(x, axis=over, dtype=dtype)
+        return (jnp.max if monoid == "max" else jnp.min)(x, axis=over).astype(dtype)
+
+    def _dot(self, args: list[Any], types: list[Type], target: Type, precision: str | None) -> Any:
+        letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
+        terms = ["".join(letters[a] for a in t.axes) for t in types]
+        formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
+        chosen = None if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
+        if chosen is not None and len(chosen) == 1:
+            chosen = chosen[0]
+        return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
+
+    def _indices(self, name: str, scope: _Scope) -> Any:
+        start = scope.position[name] * self.axes[name].block if name in scope.position else 0
+        return start + jnp.arange(self._extent(name, scope))
+
+    def _bits(self, s: Compute, scope: _Scope) -> Any:
+        """Bits of the elements of this tile, by their flat position in the whole array."""
+        sizes, axes = s.param("shape"), s.param("axes")
+        flat: Any = jnp.zeros((), jnp.uint32)
+        for k, name in enumerate(axes):
+            stride = math.prod(sizes[k + 1 :])
+            index = self._aligned(self._indices(name, scope).astype(jnp.uint32), (name,), s.type.axes)
+            flat = flat + index * np.uint32(stride)
+        return random_bits(scope.values[s.args[0]], flat)
+
+
+def _flat(body: Sequence[Any]) -> list[Any]:
+    out: list[Any] = []
+    for s in body:
+        out.append(s)
+        if isinstance(s, Stream):
+            out += _flat(s.body)
+    return out
