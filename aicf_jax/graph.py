@@ -163,6 +163,18 @@ class Graph:
         """`flags` as Python integers, for the matcher's inner loop."""
         return self.flags.tolist()
 
+    def has_kind(self, alternatives: tuple[tuple[int, int], ...]) -> bool:
+        """Whether a node passes one of these ``(require, forbid)`` tests."""
+        known = self._kinds.get(alternatives)
+        if known is None:
+            known = any(f & r == r and not f & n for f in set(self.flag_list) for r, n in alternatives)
+            self._kinds[alternatives] = known
+        return known
+
+    @functools.cached_property
+    def _kinds(self) -> dict[tuple[tuple[int, int], ...], bool]:
+        return {}
+
     def _derived(self, i: int, node: Node) -> int:
         escapes = not self.escaping.isdisjoint(node.outputs)
         bits = _ESCAPES if escapes else 0

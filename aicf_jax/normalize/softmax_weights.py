@@ -19,7 +19,9 @@ from aicf_jax.normalize.softmax import almost, regions, seeds, shift_code, softm
 
 #: From the weights to the division, no further than this.
 _STEPS = 16
-_ELEMENTWISE, _IS_LAYOUT = int(OpFlags.IS_ELEMENTWISE), int(OpFlags.IS_LAYOUT)
+_ELEMENTWISE, _IS_LAYOUT, _IS_CAST = (
+    int(f) for f in (OpFlags.IS_ELEMENTWISE, OpFlags.IS_LAYOUT, OpFlags.IS_CAST)
+)
 
 
 def _apply(graph: Graph) -> dict[int, Node]:
@@ -101,6 +103,8 @@ def _lines_up(region: LogRegion, weights: int, start: int, division: int, divide
         if position == division:
             break
         node = graph.nodes[position]
+        if products and not node.flags & (_IS_CAST | _IS_LAYOUT):
+            return False
         products += node.op == "gemm"
         dims = _dims_through(graph, node, vid, dims, region.axis)
         users = graph.consumers(position)
