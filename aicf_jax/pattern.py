@@ -177,19 +177,17 @@ class Match:
 
 def chains(graph: Graph, sequence: Sequence[Test], start: int, safe: bool = True) -> Iterator[tuple[int, ...]]:
     """All ways to lay a sequence along the consumers of `start`, greedy ones first."""
-    if not _possible(graph, sequence):
-        return
+    rarest, viable = _viable(graph, sequence)
     stack: list[tuple[int, int, tuple[int, ...]]] = [(0, start, ())]
     # Where many ways lead to a place from which none leads on, it is explored once: `ends` counts what was found (and
     # what was cut off) when a place was entered, and nothing more when it is left makes it dead.
-    dead: set[tuple[int, int]] = set()
+    dead: set[tuple[int, ...]] = set()
     ends = 0
-    flags = graph.flag_list
     while stack:
         k, i, path = stack.pop()
         if k < 0:
             if i == ends:
-                dead.add(path)  # pyright: ignore[reportArgumentType]
+                dead.add(path)
             continue
         if k == len(sequence):
             ends += 1
@@ -197,35 +195,60 @@ def chains(graph: Graph, sequence: Sequence[Test], start: int, safe: bool = True
             continue
         if (k, i) in dead:
             continue
-        if i >= 0:
+        element = sequence[k]
+        options: list[tuple[int, int, tuple[int, ...]]] = []
+        if i >= 0 and ((k, i) in viable if k <= rarest else element.accepts(graph.flag_list[i])):
             stack.append((-1, ends, (k, i)))
-        options = _options(graph, sequence, k, i, path, flags, safe)
-        ends += i >= 0 and len(path) >= MAX_CHAIN
+            if len(path) < MAX_CHAIN:
+                here = (*path, i)
+                n = k if element.quantifier == "star" else k + 1
+                if n < len(sequence):
+                    options.extend((n, j, here) for j in _next(graph, i, safe and not element.shared))
+                options.append((n, -1, here))
+            else:
+                ends += 1
+        if element.quantifier != "one":
+            options.append((k + 1, i, path))
         stack.extend(reversed(options))
 
 
-def _options(
-    graph: Graph, sequence: Sequence[Test], k: int, i: int, path: tuple[int, ...], flags: list[int], safe: bool
-) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The ways on from node `i` at element `k`: ``(element, node or -1 at the end, path)``."""
-    element = sequence[k]
-    options: list[tuple[int, int, tuple[int, ...]]] = []
-    if i >= 0 and len(path) < MAX_CHAIN and element.accepts(flags[i]):
-        here = (*path, i)
-        n = k if element.quantifier == "star" else k + 1
-        if n < len(sequence):
-            options.extend((n, j, here) for j in _next(graph, i, safe and not element.shared))
-        options.append((n, -1, here))
-    if element.quantifier != "one":
-        options.append((k + 1, i, path))
-    return options
+def _viable(graph: Graph, sequence: Sequence[Test]) -> tuple[int, set[tuple[int, int]]]:
+    """``(k, pairs)``: the element fewest nodes pass, and the ``(element, node)`` up to it that can lead to one.
+
+    Most programs have many products and few softmaxes: from those the way back is short, and most anchors are not on
+    it.
+    """
+    known = graph.viable.get(id(sequence))
+    if known is not None:
+        return known[1:]
+    required = [k for k, t in enumerate(sequence) if t.quantifier == "one"]
+    if any(not graph.passing(sequence[k].alternatives) for k in required):
+        rarest, todo = len(sequence), []
+    else:
+        rarest = min(required, key=lambda k: len(graph.passing(sequence[k].alternatives)))
+        todo = [(rarest, i) for i in graph.passing(sequence[rarest].alternatives)]
+    found, flags, producer = set(todo), graph.flag_list, graph.producer
+    while todo:
+        k, i = todo.pop()
+        before = _elements_before(sequence, k)
+        for p in {int(producer[v]) for v in graph.nodes[i].inputs}:
+            for j in before if p >= 0 else ():
+                if (j, p) not in found and sequence[j].accepts(flags[p]):
+                    found.add((j, p))
+                    todo.append((j, p))
+    # The sequence is kept with what was found: an id is only meaningful while its object lives.
+    graph.viable[id(sequence)] = (sequence, rarest, found)
+    return rarest, found
 
 
-def _possible(graph: Graph, sequence: Sequence[Test]) -> bool:
-    """Whether the graph has a node for each test that needs one: most programs have no softmax at all."""
-    return all(
-        graph.has_kind(alternatives) for alternatives in (t.alternatives for t in sequence if t.quantifier == "one")
-    )
+def _elements_before(sequence: Sequence[Test], k: int) -> list[int]:
+    """Elements that the node before one at element `k` can stand at."""
+    found = [k] if sequence[k].quantifier == "star" else []
+    for j in range(k - 1, -1, -1):
+        found.append(j)
+        if sequence[j].quantifier == "one":
+            break
+    return found
 
 
 def _next(graph: Graph, i: int, safe: bool) -> list[int]:

@@ -103,7 +103,7 @@ class LogRegion:
         number, _ = constant(self.graph, vid)
         if number is not None:
             return number
-        if len(getattr(self.graph.values[vid].aval, "shape", ())) != len(self.shape) or not is_float(self.graph, vid):
+        if self.graph.values[vid].aval.ndim not in (0, len(self.shape)) or not is_float(self.graph, vid):
             return None
         _, varying, _ = broadcast_source(self.graph, vid)
         if self.axis in varying:

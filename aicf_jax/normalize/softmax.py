@@ -41,6 +41,8 @@ NEAR_MISSES = {
     ),
 }
 
+_SAYS_MORE = {"no_max_subtraction": 0, "shift_not_row_max": 1, "softmax_parts_reused": 2}
+
 
 def _apply(graph: Graph) -> dict[int, Node]:
     found: dict[int, Node] = {}
@@ -51,7 +53,7 @@ def _apply(graph: Graph) -> dict[int, Node]:
             if node is not None and code is None:
                 found[position] = node
                 break
-            if node is not None and (position not in near or code == "softmax_parts_reused"):
+            if node is not None and (position not in near or _SAYS_MORE[code] > _SAYS_MORE[near[position].attr("code")]):
                 near[position] = node
     covered = {c for node in found.values() for c in node.covers}
     return {**{p: n for p, n in near.items() if covered.isdisjoint(n.covers)}, **found}
@@ -95,8 +97,10 @@ def _candidates(graph: Graph, vid: int, axis: int) -> Iterator[int]:
             return
         main = [v for v in node.inputs if constant(graph, v)[0] is None and is_float(graph, v)]
         if len(main) == 2 and node.op in ("sub", "add"):
-            main = [v for v in main if axis in broadcast_source(graph, v)[1] or graph.values[v].aval.shape[axis] == 1]
-            main = main[:1] if node.op == "sub" or graph.values[vid].aval.shape[axis] == 1 else main
+            if graph.values[vid].aval.shape[axis] == 1:
+                main = main[:1]  # everything is constant along such an axis
+            else:
+                main = [v for v in main if axis in broadcast_source(graph, v)[1]]
         if len(main) != 1:
             return
         vid = main[0]
