@@ -41,6 +41,9 @@ class OpFlags(enum.IntFlag):
     IS_NEAR_ACTIVATION = 1 << 18
     IS_FUSED = 1 << 19
     IS_JOIN = 1 << 20
+    IS_UNNORMALIZED = 1 << 21
+    IS_NORMALIZE = 1 << 22
+    IS_NEAR_SOFTMAX = 1 << 23
     HAS_EFFECT = 1 << 30
     IS_NOP = 1 << 31
     # -- derived: the graph around it -----------------------------------------------------------------

@@ -163,6 +163,23 @@ class Graph:
         """`flags` as Python integers, for the matcher's inner loop."""
         return self.flags.tolist()
 
+    def passing(self, alternatives: tuple[tuple[int, int], ...]) -> list[int]:
+        """Positions of the nodes that pass one of these ``(require, forbid)`` tests."""
+        known = self._passing.get(alternatives)
+        if known is None:
+            flags = {f for f in set(self.flag_list) if any(f & r == r and not f & n for r, n in alternatives)}
+            known = self._passing[alternatives] = [i for i, f in enumerate(self.flag_list) if f in flags]
+        return known
+
+    @functools.cached_property
+    def _passing(self) -> dict[tuple[tuple[int, int], ...], list[int]]:
+        return {}
+
+    @functools.cached_property
+    def viable(self) -> dict[Hashable, Any]:
+        """What the matcher has found out about where a sequence can start, see `pattern.chains`."""
+        return {}
+
     def _derived(self, i: int, node: Node) -> int:
         escapes = not self.escaping.isdisjoint(node.outputs)
         bits = _ESCAPES if escapes else 0

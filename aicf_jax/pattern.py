@@ -23,7 +23,9 @@ from aicf_jax.graph import Graph, Node
 MAX_CHAIN = 32
 
 _SAFE = int(OpFlags.SAFE_NODE)
-_EITHER_OPERAND = int(OpFlags.IS_SCALE | OpFlags.IS_JOIN)
+#: Nodes a chain may enter by any operand: symmetric ones, and products (jax.nn puts the attention weights second).
+_EITHER_OPERAND = int(OpFlags.IS_SCALE | OpFlags.IS_JOIN | OpFlags.IS_GEMM_LIKE)
+_ELEMENTWISE = int(OpFlags.IS_ELEMENTWISE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ def shared(inner: Test) -> Test:
 
 
 GEMM = test(OpFlags.IS_GEMM_LIKE)
+BATCHED_GEMM = test(OpFlags.IS_GEMM_LIKE | OpFlags.IS_BATCHED)
 UNBATCHED_GEMM = test(OpFlags.IS_GEMM_LIKE, OpFlags.IS_BATCHED)
 BIAS = test(OpFlags.IS_BIAS)
 ACTIVATION = test(OpFlags.IS_ACTIVATION)
@@ -88,6 +91,13 @@ LAYOUT = test(OpFlags.IS_LAYOUT)
 JOIN = test(OpFlags.IS_JOIN)
 ACTIVATION_GRAD = test(OpFlags.IS_ACTIVATION_GRAD)
 REDUCTION = test(OpFlags.IS_REDUCTION)
+ELEMENTWISE = test(OpFlags.IS_ELEMENTWISE, OpFlags.IS_NEAR_SOFTMAX | OpFlags.HAS_EFFECT)
+BROADCAST = test(OpFlags.IS_BROADCAST)
+MASK = test(OpFlags.IS_MASK)
+SOFTMAX = test(OpFlags.IS_SOFTMAX, OpFlags.IS_UNNORMALIZED)
+SOFTMAX_WEIGHTS = test(OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED)
+NEAR_SOFTMAX = test(OpFlags.IS_NEAR_SOFTMAX)
+NORMALIZE = test(OpFlags.IS_NORMALIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +105,8 @@ class NearMiss:
     """A sequence that resembles a pattern and is not it.
 
     Attributes:
-      code, expected, found: of the refusal. None for `expected`/`found`: the last node's own attributes of these names
-        (and ``code``) are used, so that normal forms can describe what they saw.
+      code, expected, found: of the refusal. Without `expected`, the attributes of these names of the last node of the
+        chain that has them are used, so that normal forms can describe what they saw.
       sequence: tests along the chain, as in a pattern.
       fork: the last node's consumers must include one for each of these tests (other than each other).
       operand: the last node must have another operand that is computed by a node passing this test.
@@ -167,25 +177,78 @@ class Match:
 
 def chains(graph: Graph, sequence: Sequence[Test], start: int, safe: bool = True) -> Iterator[tuple[int, ...]]:
     """All ways to lay a sequence along the consumers of `start`, greedy ones first."""
+    rarest, viable = _viable(graph, sequence)
     stack: list[tuple[int, int, tuple[int, ...]]] = [(0, start, ())]
-    flags = graph.flag_list
+    # Where many ways lead to a place from which none leads on, it is explored once: `ends` counts what was found (and
+    # what was cut off) when a place was entered, and nothing more when it is left makes it dead.
+    dead: set[tuple[int, ...]] = set()
+    ends = 0
     while stack:
         k, i, path = stack.pop()
+        if k < 0:
+            if i == ends:
+                dead.add(path)
+            continue
         if k == len(sequence):
+            ends += 1
             yield path
+            continue
+        if (k, i) in dead:
             continue
         element = sequence[k]
         options: list[tuple[int, int, tuple[int, ...]]] = []
-        if i >= 0 and len(path) < MAX_CHAIN and element.accepts(flags[i]):
-            here = (*path, i)
-            following = (k,) if element.quantifier == "star" else (k + 1,)
-            for n in following:
+        if i >= 0 and ((k, i) in viable if k <= rarest else element.accepts(graph.flag_list[i])):
+            stack.append((-1, ends, (k, i)))
+            if len(path) < MAX_CHAIN:
+                here = (*path, i)
+                n = k if element.quantifier == "star" else k + 1
                 if n < len(sequence):
                     options.extend((n, j, here) for j in _next(graph, i, safe and not element.shared))
                 options.append((n, -1, here))
+            else:
+                ends += 1
         if element.quantifier != "one":
             options.append((k + 1, i, path))
         stack.extend(reversed(options))
+
+
+def _viable(graph: Graph, sequence: Sequence[Test]) -> tuple[int, set[tuple[int, int]]]:
+    """``(k, pairs)``: the element fewest nodes pass, and the ``(element, node)`` up to it that can lead to one.
+
+    Most programs have many products and few softmaxes: from those the way back is short, and most anchors are not on
+    it.
+    """
+    known = graph.viable.get(id(sequence))
+    if known is not None:
+        return known[1:]
+    required = [k for k, t in enumerate(sequence) if t.quantifier == "one"]
+    if any(not graph.passing(sequence[k].alternatives) for k in required):
+        rarest, todo = len(sequence), []
+    else:
+        rarest = min(required, key=lambda k: len(graph.passing(sequence[k].alternatives)))
+        todo = [(rarest, i) for i in graph.passing(sequence[rarest].alternatives)]
+    found, flags, producer = set(todo), graph.flag_list, graph.producer
+    while todo:
+        k, i = todo.pop()
+        before = _elements_before(sequence, k)
+        for p in {int(producer[v]) for v in graph.nodes[i].inputs}:
+            for j in before if p >= 0 else ():
+                if (j, p) not in found and sequence[j].accepts(flags[p]):
+                    found.add((j, p))
+                    todo.append((j, p))
+    # The sequence is kept with what was found: an id is only meaningful while its object lives.
+    graph.viable[id(sequence)] = (sequence, rarest, found)
+    return rarest, found
+
+
+def _elements_before(sequence: Sequence[Test], k: int) -> list[int]:
+    """Elements that the node before one at element `k` can stand at."""
+    found = [k] if sequence[k].quantifier == "star" else []
+    for j in range(k - 1, -1, -1):
+        found.append(j)
+        if sequence[j].quantifier == "one":
+            break
+    return found
 
 
 def _next(graph: Graph, i: int, safe: bool) -> list[int]:
@@ -196,9 +259,16 @@ def _next(graph: Graph, i: int, safe: bool) -> list[int]:
     main = []
     for j in graph.consumers(i):
         node = graph.nodes[j]
-        if node.inputs[0] in out or node.flags & _EITHER_OPERAND:
+        if node.inputs[0] in out or node.flags & _EITHER_OPERAND or _is_only_operand(graph, node):
             main.append(j)
     return main
+
+
+def _is_only_operand(graph: Graph, node: Node) -> bool:
+    """Whether an elementwise node has one operand besides literals: ``1 - x`` runs through x as ``x - 1`` does."""
+    if not node.flags & _ELEMENTWISE or len(node.inputs) == 1:
+        return False
+    return len({v for v in node.inputs if graph.values[v].kind != "literal"}) == 1
 
 
 def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
@@ -218,7 +288,7 @@ def near_miss(graph: Graph, pattern: Pattern, start: int) -> Refusal | None:
     for row in pattern.near_misses:
         for path in chains(graph, row.sequence, start):
             if _applies(graph, row, path, unsafe):
-                return _refusal(graph, pattern, row, graph.nodes[path[-1]])
+                return _refusal(graph, pattern, row, path)
     return _unsafe(graph, pattern, unsafe)
 
 
@@ -234,8 +304,10 @@ def _applies(graph: Graph, row: NearMiss, path: tuple[int, ...], unsafe: tuple[i
     return all(any(t.accepts(graph.flag_list[u]) for u in users) for t in row.fork)
 
 
-def _refusal(graph: Graph, pattern: Pattern, row: NearMiss, node: Node) -> Refusal:
-    code = node.attr("code", row.code)
+def _refusal(graph: Graph, pattern: Pattern, row: NearMiss, path: tuple[int, ...]) -> Refusal:
+    nodes = [graph.nodes[i] for i in path]
+    node = nodes[-1] if row.expected else next((n for n in reversed(nodes) if n.attr("code")), nodes[-1])
+    code = row.code if row.expected else node.attr("code", row.code)
     expected = row.expected or node.attr("expected", str(pattern.sequence[-1]))
     found = row.found or node.attr("found", node.op)
     detail = f"resembles {pattern.name}, is left as written: {found}"
@@ -248,6 +320,8 @@ def _unsafe(graph: Graph, pattern: Pattern, path: tuple[int, ...]) -> Refusal | 
         if flags & OpFlags.SAFE_NODE:
             continue
         node = graph.nodes[i]
+        if not flags & OpFlags.ESCAPES and set(graph.consumers(i)) <= set(path):
+            continue  # several consumers, all of them in the chain
         if flags & OpFlags.ESCAPES:
             code, found = "escapes", f"the result of {node.op} is also a result of the program"
         else:

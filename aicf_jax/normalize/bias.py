@@ -33,7 +33,7 @@ def broadcast_source(graph: Graph, vid: int) -> tuple[int, set[int], tuple[int, 
             size = graph.values[vid].aval.shape
             back = {d: i for d, i in origin.items() if operand.shape[i] == size[d]}
         elif node.op in ("reshape", "squeeze", "expand_dims"):
-            back = _unit_reshape(operand.shape, graph.values[vid].aval.shape)
+            back = unit_reshape(operand.shape, graph.values[vid].aval.shape)
             if back is None:
                 break
         else:
@@ -45,7 +45,7 @@ def broadcast_source(graph: Graph, vid: int) -> tuple[int, set[int], tuple[int, 
     return vid, varying, tuple(sorted(covers))
 
 
-def _unit_reshape(before: tuple[int, ...], after: tuple[int, ...]) -> dict[int, int] | None:
+def unit_reshape(before: tuple[int, ...], after: tuple[int, ...]) -> dict[int, int] | None:
     """Dimension map of a reshape that only adds or drops dimensions of one, None for any other."""
     old = [i for i, n in enumerate(before) if n != 1]
     new = [i for i, n in enumerate(after) if n != 1]

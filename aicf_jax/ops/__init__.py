@@ -13,5 +13,6 @@ __all__ = ["OPS", "FusedOp", "SemanticOp", "Step"]
 #: Every operation by name.
 OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "OP"), "name")}
 
+attention: SemanticOp = OPS["attention"]
 gemm_epilogue: SemanticOp = OPS["gemm_epilogue"]
 gemm_epilogue_grad: SemanticOp = OPS["gemm_epilogue_grad"]

@@ -69,7 +69,7 @@ def test_bad_arguments_are_named(kwargs, message):
 
 
 def test_two_patterns_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="'gemm_bias' twice"):
+    with pytest.raises(ValueError, match="'attention_late' twice"):
         aicf_jax.fuse(dense, patterns=aicf_jax.FUSION_PATTERNS + aicf_jax.FUSION_PATTERNS[1:2])
 
 
