@@ -33,7 +33,7 @@ def evaluate(op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
     """All slots: the inputs, then the result of each step. These are the user's own equations."""
     slots = list(inputs)
     for step in op.steps:
-        slots.append(_run(step, [slots[i] for i in step.operands]))
+        slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
     return slots
 
 
@@ -41,6 +41,28 @@ def reference(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     """The results of the operation, as the unfused program computes them."""
     slots = evaluate(op, inputs)
     return tuple(slots[s] for s in op.results)
+
+
+def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """``(results, saved)``: the results by the equations, and what the backward wants kept besides them."""
+    if op.semantic.composite is not None:
+        return op.semantic.composite.save(op, inputs)
+    slots = evaluate(op, inputs)
+    return [slots[s] for s in op.results], [] if op.residual is None else [slots[op.residual]]
+
+
+@functools.lru_cache(maxsize=512)
+def saved_avals(op: FusedOp) -> tuple[Any, ...]:
+    """Types of what `save` keeps; a composite keeps the results as well."""
+    if op.semantic.composite is None:
+        return () if op.residual is None else (op.slot_avals[op.residual],)
+    found = _compat.abstract_result(lambda *xs: save(op, xs), *op.in_avals)
+    return tuple(found)
+
+
+def kept(op: FusedOp, results: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
+    """What `fused_tangent` takes besides inputs and tangents, in the order of `saved_avals`."""
+    return [*results, *saved] if op.semantic.composite is not None else list(saved)
 
 
 def _run(step: Step, operands: Sequence[Any]) -> Any:
@@ -146,15 +168,20 @@ batching.primitive_batchers[activation_grad_p] = _grad_batch
 # -- tangent and cotangent of the composition -----------------------------------------------------------
 
 
-def tangent(op: FusedOp, inputs: Sequence[Any], residual: Any, tangents: dict[int, Any]) -> Any:
-    """Forward mode: the tangent of the first result, step by step from the residual. Linear in `tangents`.
+def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: dict[int, Any]) -> Any:
+    """Forward mode: the tangent of the first result. Linear in `tangents`.
+
+    Step by step from the residual, or that of the equations for an operation with a `Composite`.
 
     Args:
       op: the fused operation.
       inputs: the operation's inputs (values are read only where a product needs them).
-      residual: the value of slot ``op.residual``, None when there is none.
+      saved: what `kept` gave.
       tangents: input slot -> tangent; a missing slot has none.
     """
+    if op.semantic.composite is not None:
+        return _tangent_of_equations(op, inputs, tangents)
+    residual = saved[0] if saved else None
     slots: dict[int, Any] = dict(tangents)
     n = len(op.in_avals)
     for k, step in enumerate(op.steps):
@@ -174,12 +201,26 @@ def tangent(op: FusedOp, inputs: Sequence[Any], residual: Any, tangents: dict[in
     return _zeros(op.out_avals[0]) if out is None else out
 
 
+def _tangent_of_equations(op: FusedOp, inputs: Sequence[Any], tangents: dict[int, Any]) -> Any:
+    where = sorted(tangents)
+
+    def f(*xs: Any) -> Any:
+        given = dict(zip(where, xs, strict=True))
+        return reference(op, *[given.get(i, x) for i, x in enumerate(inputs)])[0]
+
+    return jax.jvp(f, tuple(inputs[i] for i in where), tuple(tangents[i] for i in where))[1]
+
+
 def _zeros(aval: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
-def cotangent(op: FusedOp, inputs: Sequence[Any], residual: Any, ct: Any, wanted: Sequence[int]) -> list[Any]:
+def cotangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]) -> list[Any]:
     """Reverse mode: cotangents of the input slots in `wanted`, each intermediate cotangent computed once."""
+    if op.semantic.composite is not None:
+        n = len(op.results)
+        return op.semantic.composite.cotangent(op, inputs, saved[:n], saved[n:], ct, wanted)
+    residual = saved[0] if saved else None
     n, needed = len(op.in_avals), _depends_on(op, wanted)
     cts: dict[int, Any] = {op.results[0]: ct}
     for k in reversed(range(len(op.steps))):

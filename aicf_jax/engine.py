@@ -11,17 +11,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from aicf_jax import _compat, autodiff, legality, primitives
 from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.flags import PRIMITIVE_FLAGS, OpFlags
 from aicf_jax.graph import Graph, build
 from aicf_jax.kernels import Kernel
 from aicf_jax.normalize import normalize
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops import FusedOp, Step
 from aicf_jax.pattern import Match, Pattern, match, near_miss
 from aicf_jax.plan import ExecPlan, linearize
 from aicf_jax.policy import Policy
-from aicf_jax.rewrite import region, rewrite
+from aicf_jax.rewrite import region, rewrite, step_key
 from aicf_jax.select import is_left_to_xla, select
 
 
@@ -136,6 +138,7 @@ class Engine:
         hit = match(graph, pattern, start)
         if hit is None:
             return None, near_miss(graph, pattern, start)
+        hit = pattern.rewrite.extend(hit)
         refusal = legality.check(hit, self.context.policy)
         return (hit, None) if refusal is None else (None, refusal)
 
@@ -148,17 +151,37 @@ class Engine:
         for hit in hits:
             if taken.intersection(hit.positions):
                 continue
-            taken.update(hit.positions)
             try:
                 area = region(hit, self.context)
             except Exception as error:
                 name, op_name = hit.pattern.name, hit.pattern.rewrite.name
                 raise FuseError(f"pattern {name} matched what {op_name} cannot describe: {error!r}") from error
-            op, refusals = select(area.op, hit.pattern.name)
+            refusal = prove(area.op)
+            if refusal is not None:
+                refused.append(dataclasses.replace(refusal, pattern=hit.pattern.name, site=hit.site))
+                continue
+            op, refusals = selected(area.op, hit.pattern.name)
+            taken.update(hit.positions)
             rewrites.append((hit, area, op))
             found.append((hit.positions[0], Fused(op)))
             refused.extend(refusals)
-        return rewrite(graph, rewrites).verify()
+        return rewrite(graph, rewrites).verify() if rewrites else graph
+
+
+@functools.lru_cache(maxsize=512)
+def prove(op: FusedOp) -> Refusal | None:
+    """What an operation's kind says against it as a whole; asked once for equal operations."""
+    return op.semantic.prove(op)
+
+
+def selected(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
+    """`select`, asked once for equal operations; source lines stay those of this one."""
+    found, refusals = _selected(op, pattern)
+    chosen = op.with_choices(found.choices)
+    return chosen, tuple(dataclasses.replace(r, site=op.site) for r in refusals)
+
+
+_selected = functools.lru_cache(maxsize=512)(select)
 
 
 def _equation(graph: Graph, position: int) -> Any:
@@ -180,37 +203,68 @@ def _equation(graph: Graph, position: int) -> Any:
 @functools.lru_cache(maxsize=512)
 def batched_program(op: FusedOp, residual: bool, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Any:
     """The equations of an operation under ``vmap``, sent through the engine again."""
-    import jax
-
     f = jax.vmap(lambda *xs: primitives._results(op, xs, residual, None), in_axes=dims)
     jaxpr = _compat.trace(f, *avals)
     return _compat.as_function(Engine(op.context).rewrite(jaxpr).jaxpr)
 
 
+@functools.lru_cache(maxsize=512)
+def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> FusedOp:
+    """The operation under ``vmap``: each of its steps batched along a leading dimension, and selected again.
+
+    For operations that are proved or derived as a whole; `batched_program` matches anew.
+    """
+    batched = [d is not None for d in dims]
+    in_avals = tuple(
+        a if d is None else a.update(shape=(a.shape[d], *(n for k, n in enumerate(a.shape) if k != d)))
+        for a, d in zip(avals, dims, strict=True)
+    )
+    slots, steps = list(in_avals), []
+    for step in op.steps:
+        axes = tuple(0 if batched[s] else None for s in step.operands)
+        f = _compat.as_function(step.body)
+        mapped = jax.vmap(f, in_axes=axes) if 0 in axes else f
+        body = _compat.trace(mapped, *[slots[s] for s in step.operands])
+        steps.append(dataclasses.replace(step, body=body))
+        slots += [v.aval for v in body.outvars]
+        batched += [0 in axes] * len(body.outvars)
+    new = dataclasses.replace(op, steps=tuple(steps), in_avals=in_avals, key=step_key(steps), choices=())
+    return selected(new, op.pattern)[0]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backward:
-    """A derived backward: its graph after the engine, and the program that computes the wanted cotangents."""
+    """A derived backward: the program that computes the wanted cotangents, and its graph after the engine.
 
-    rewritten: Rewritten
+    `op` is the one operation it is, for a backward that is derived as a whole.
+    """
+
+    rewritten: Rewritten | None
     names: tuple[str, ...]
     wanted: tuple[int, ...]
-    has_residual: bool
+    op: FusedOp | None = None
 
-    def __call__(self, inputs: Sequence[Any], residual: Any, ct: Any) -> list[Any]:
-        saved = [residual] if self.has_residual else []
+    def __call__(self, inputs: Sequence[Any], saved: Sequence[Any], ct: Any) -> list[Any]:
+        if self.op is not None:
+            return primitives.bind(self.op, *inputs, *saved, ct)
+        assert self.rewritten is not None
         return _compat.as_function(self.rewritten.jaxpr)(*inputs, *saved, ct)
 
 
 @functools.lru_cache(maxsize=512)
 def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
     """The composite backward of an operation for some of its inputs, matched and selected like any program."""
-    saved = [] if op.residual is None else [_slot_aval(op, op.residual)]
+    saved = autodiff.saved_avals(op)
     n = len(op.in_avals)
 
     def f(*args: Any) -> list[Any]:
-        return autodiff.cotangent(op, args[:n], args[n] if saved else None, args[-1], wanted)
+        return autodiff.cotangent(op, args[:n], args[n:-1], args[-1], wanted)
 
-    jaxpr = _compat.trace(f, *op.in_avals, *saved, op.out_avals[0])
+    avals = (*op.in_avals, *saved, op.out_avals[0])
+    jaxpr = _compat.trace(f, *avals)
+    composite = op.semantic.composite
+    if composite is not None:
+        return Backward(None, (*_input_names(op), *composite.names, "dY"), wanted, _gradient_op(op, jaxpr, avals))
     engine = Engine(op.context)
     done = engine.rewrite(jaxpr)
     if all(is_left_to_xla(fusion.op) for fusion in done.fusions):
@@ -218,12 +272,30 @@ def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
         # transformations.
         done = dataclasses.replace(done, jaxpr=jaxpr)
     residual_name = () if not saved else ("Y",) if op.residual in op.results else ("Z",)
-    return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted, bool(saved))
+    return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted)
 
 
-def _slot_aval(op: FusedOp, slot: int) -> Any:
-    n = len(op.in_avals)
-    return op.in_avals[slot] if slot < n else op.steps[slot - n].body.outvars[0].aval
+def _gradient_op(op: FusedOp, jaxpr: Any, avals: tuple[Any, ...]) -> FusedOp:
+    """A backward as one operation, with kernels of its own. Where none is chosen its equations run."""
+    from aicf_jax.ops import OPS
+
+    composite = op.semantic.composite
+    assert composite is not None
+    semantic = OPS[composite.gradient]
+    n = len(avals)
+    steps = (Step("opaque", semantic.name, jaxpr, tuple(range(n))),)
+    new = FusedOp(
+        semantic=semantic,
+        blob=semantic.schema.pack(op.blob.unpack()),
+        steps=steps,
+        results=tuple(range(n, n + len(jaxpr.outvars))),
+        in_avals=avals,
+        key=step_key(steps),
+        context=op.context,
+        site=op.site,
+        pattern=op.pattern,
+    )
+    return selected(new, op.pattern)[0]
 
 
 def _input_names(op: FusedOp) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from aicf_jax.cache import build_plan
 from aicf_jax.engine import Backward, Context, backward_program
@@ -22,7 +23,7 @@ from aicf_jax.plan import linearize
 from aicf_jax.policy import TARGETS, Policy
 from aicf_jax.printer import type_text
 from aicf_jax.report import Fusion, Report
-from aicf_jax.select import cost_of
+from aicf_jax.select import cost_of, kernel_for
 
 
 def explain(
@@ -88,10 +89,13 @@ def _entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
 
 def _fusion(op: FusedOp, context: Context) -> Fusion:
     cost = cost_of(op)
+    platform = _platform(context.policy)
+    wanted = tuple(i for i, a in enumerate(op.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact))
+    backward = backward_program(op, wanted)
     return Fusion(
         op=op.semantic.name,
         pattern=op.pattern,
-        kernel=dict(op.choices).get(_platform(context.policy), XLA),
+        kernel=dict(op.choices).get(platform, XLA),
         kernels=op.choices,
         numerics=op.semantic.numerics,
         site=op.site,
@@ -101,8 +105,16 @@ def _fusion(op: FusedOp, context: Context) -> Fusion:
         bytes_after=cost.bytes_after,
         launches_before=cost.launches_before,
         launches_after=cost.launches_after,
-        backward=backward_text(backward_program(op, tuple(range(len(op.in_avals))))),
+        backward=backward_text(backward),
+        program=program_text(op, platform),
+        backward_program=program_text(backward.op, platform) if backward.op is not None else "",
     )
+
+
+def program_text(op: FusedOp, platform: str) -> str:
+    """The memory flow program of the kernel an operation runs as, empty where it has none."""
+    kernel = kernel_for(op, platform)
+    return kernel.program(op).rstrip() if kernel is not None and kernel.program is not None else ""
 
 
 def _platform(policy: Policy) -> str:
@@ -114,6 +126,8 @@ def _platform(policy: Policy) -> str:
 
 def backward_text(backward: Backward) -> str:
     """A derived backward, one line per operation, with the names of the textbook: ``dZ``, ``dX``, ``dW``, ``db``."""
+    if backward.rewritten is None:
+        return _whole_backward_text(backward)
     graph = backward.rewritten.graph
     same = _reshapes(graph)
     wanted = ["d" + backward.names[i] for i in backward.wanted]
@@ -135,6 +149,15 @@ def backward_text(backward: Backward) -> str:
         lines.append(f"{outputs} = {what}({inputs}): {type_text(graph.values[node.outputs[0]].aval)}{kernel}")
     lines.append("return " + ", ".join(wanted))
     return "\n".join(lines)
+
+
+def _whole_backward_text(backward: Backward) -> str:
+    op = backward.op
+    assert op is not None
+    wanted = ["d" + backward.names[i] for i in backward.wanted]
+    types = ", ".join(type_text(a) for a in op.out_avals)
+    call = f"{op.semantic.name}({', '.join(backward.names)})"
+    return f"{', '.join(wanted)} = {call}: {types}   kernel {_kernel_names(op)}\nreturn {', '.join(wanted)}"
 
 
 def _reshapes(graph: Graph) -> dict[int, int]:

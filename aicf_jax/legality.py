@@ -39,21 +39,23 @@ def _values(match: Match) -> list[Any]:
 
 
 def _effects(match: Match, policy: Policy) -> Refusal | None:
-    for node in match.nodes:
+    for node in match.all_nodes:
         if any(match.graph.eqn(c).effects for c in node.covers):
             return refuse(match, "effect", "operations without side effects", f"{node.op} has an effect", node)
     return None
 
 
 def _context(match: Match, policy: Policy) -> Refusal | None:
-    eqns = [match.graph.eqn(c) for node in match.nodes for c in node.covers]
+    eqns = [match.graph.eqn(c) for node in match.all_nodes for c in node.covers]
     if not all(_compat.plain_context(e) for e in eqns) or len({id(e.ctx) for e in eqns}) > 1:
         return refuse(match, "context", "one context, without compute_on or XLA metadata", "equations in others")
     return None
 
 
 def _dtypes(match: Match, policy: Policy) -> Refusal | None:
-    for value in _values(match):
+    chain = match.graph.values
+    values = [chain[n.outputs[0]] for n in match.nodes] if match.pattern.rewrite.any_operands else _values(match)
+    for value in values:
         dtype = getattr(value.aval, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return refuse(match, "dtype", "floating-point operands", f"{value.aval.str_short()}")

@@ -156,15 +156,26 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Positions of the matched nodes, in chain order."""
+    """Positions of the matched nodes, in chain order.
+
+    `absorbed` nodes become part of the operation too, but stay where they are for whoever else needs them.
+    """
 
     pattern: Pattern
     graph: Graph
     positions: tuple[int, ...]
+    absorbed: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self.graph.nodes[i] for i in self.positions)
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        """Matched and absorbed nodes in order of execution."""
+        inside = {*self.positions, *self.absorbed}
+        order = self.positions if not self.absorbed else [i for i in self.graph.order if i in inside]
+        return tuple(self.graph.nodes[i] for i in order)
 
     def first(self, flag: OpFlags) -> Node | None:
         """The first matched node with a static flag."""

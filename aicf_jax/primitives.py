@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
@@ -42,7 +43,12 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
     kernel = kernel_for(op, platform) if platform is not None else None
     if kernel is not None:
         try:
-            out: list[Any] = list(kernel.run(op, *inputs))
+            saved: list[Any] | None = None
+            if residual and kernel.save is not None:
+                found, kept = kernel.save(op, *inputs)
+                out, saved = list(found), list(kept)
+            else:
+                out = list(kernel.run(op, *inputs))
             check_results(op, kernel, out)
         except Exception as error:
             if op.context.policy.on_failure == "raise":
@@ -51,23 +57,25 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
         else:
             if op.context.policy.verify:
                 verify.watch(f"{op!r} by kernel {kernel.name}", op, out, autodiff.reference(op, *inputs))
-            return [*out, *_residual_beside(op, inputs, out)] if residual else out
-    slots = autodiff.evaluate(op, inputs)
-    out = [slots[s] for s in op.results]
-    return [*out, slots[op.residual]] if residual and op.residual is not None else out
+            if not residual:
+                return out
+            return [*out, *(_saved_beside(op, inputs, out) if saved is None else saved)]
+    if not residual:
+        slots = autodiff.evaluate(op, inputs)
+        return [slots[s] for s in op.results]
+    results, kept_values = autodiff.save(op, inputs)
+    return [*results, *kept_values]
 
 
-def _residual_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> list[Any]:
-    """The residual of a kernel that does not return it: a result where it is one, recomputed otherwise."""
-    if op.residual is None:
-        return []
-    if op.residual in op.results:
+def _saved_beside(op: FusedOp, inputs: Sequence[Any], out: Sequence[Any]) -> list[Any]:
+    """What the backward wants kept, for a kernel that does not return it: a result where it is one, else recomputed."""
+    if op.residual is not None and op.residual in op.results:
         return [out[op.results.index(op.residual)]]
-    return [autodiff.evaluate(op, inputs)[op.residual]]
+    return autodiff.save(op, inputs)[1]
 
 
 def _has_residual(op: FusedOp, residual: bool) -> bool:
-    return residual and op.residual is not None
+    return residual and (op.residual is not None or op.semantic.composite is not None)
 
 
 @functools.lru_cache(maxsize=512)
@@ -102,8 +110,13 @@ for _platform in sorted(set(TARGETS.values())):
 
 
 def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
-    from aicf_jax.engine import batched_program
+    from aicf_jax.engine import batched_op, batched_program
 
+    if op.semantic.composite is not None or op.steps[0].role == "opaque":
+        batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
+        moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
+        out = fused_p.bind(*moved, op=batched, residual=residual)
+        return out, [0] * len(out)
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
     return out, [0] * len(out)
 
@@ -115,17 +128,18 @@ batching.primitive_batchers[fused_p] = _batch
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
-    if len(op.results) != 1 or residual or any(step.role == "gradient" for step in op.steps):
-        # Second order through a residual, or an operation of a backward: by its equations.
+    open_ = is_left_to_xla(op)
+    by_equations = len(op.results) != 1 or residual or any(step.role in ("gradient", "opaque") for step in op.steps)
+    if by_equations or (open_ and op.semantic.composite is not None):
+        # Second order through a residual, an operation of a backward, or one that nothing is gained for.
         f = _function(op, residual, None)
         return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
-    if is_left_to_xla(op):
-        slots = autodiff.evaluate(op, primals)
-        out = slots[op.results[0]]
-        saved = [] if op.residual is None else [slots[op.residual]]
+    if open_:
+        (out,), saved = autodiff.save(op, primals)
     else:
         found: Any = fused_p.bind(*primals, op=op, residual=True)
         out, *saved = found
+    saved = autodiff.kept(op, [out], saved)
     present = tuple(type(t) is not ad.Zero for t in tangents)
     if not any(present):
         return [out], [ad.Zero(_compat.typeof(out).to_tangent_aval())]
@@ -137,26 +151,26 @@ ad.primitive_jvps[fused_p] = _jvp
 
 
 def _split(args: Sequence[Any], op: FusedOp, present: Sequence[bool]) -> tuple[Any, Any, Any, list[int]]:
-    """``(inputs, residual, tangents, slots of the tangents)`` of the arguments of ``fused_tangent``."""
-    n, r = len(op.in_avals), int(op.residual is not None)
+    """``(inputs, saved, tangents, slots of the tangents)`` of the arguments of ``fused_tangent``."""
+    n, r = len(op.in_avals), len(autodiff.saved_avals(op))
     where = [i for i, p in enumerate(present) if p]
-    return args[:n], (args[n] if r else None), args[n + r :], where
+    return args[:n], args[n : n + r], args[n + r :], where
 
 
 def _tangent(*args: Any, op: FusedOp, present: tuple[bool, ...]) -> Any:
-    inputs, residual, dots, where = _split(args, op, present)
-    return autodiff.tangent(op, inputs, residual, dict(zip(where, dots, strict=True)))
+    inputs, saved, dots, where = _split(args, op, present)
+    return autodiff.tangent(op, inputs, saved, dict(zip(where, dots, strict=True)))
 
 
 def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
-    inputs, residual, dots, where = _split(args, op, present)
+    inputs, saved, dots, where = _split(args, op, present)
     fixed = [None] * (len(args) - len(dots))
     if type(ct) is ad.Zero:
         return [*fixed, *(ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in dots)]
     wanted = [i for i, d in zip(where, dots, strict=True) if ad.is_undefined_primal(d)]
     from aicf_jax.engine import backward_program
 
-    values = backward_program(op, tuple(wanted))(inputs, residual, ct)
+    values = backward_program(op, tuple(wanted))(inputs, saved, ct)
     if op.context.policy.verify:
         expected = jax.vjp(lambda *xs: autodiff.reference(op, *xs)[0], *inputs)[1](ct)
         verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])

@@ -27,6 +27,8 @@ class Fusion:
       launches_before, launches_after: kernel launches, counted the same way. What XLA fuses by itself is not
         subtracted.
       backward: the derived composite backward as text.
+      program, backward_program: the memory flow programs (`mcir`) of the kernels that operation and backward run as,
+        empty where they are left to XLA.
     """
 
     op: str
@@ -42,6 +44,8 @@ class Fusion:
     launches_before: int
     launches_after: int
     backward: str
+    program: str = ""
+    backward_program: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +124,18 @@ def _fusion_lines(f: Fusion) -> list[str]:
         f"        pattern {f.pattern}, kernel {f.kernel}, numerics {f.numerics}",
         f"        bytes {_arrow(f.bytes_before, f.bytes_after)}, "
         f"launches {_arrow(f.launches_before, f.launches_after)}",
-        *(f"        {'' if i else 'backward':8} {line}" for i, line in enumerate(f.backward.splitlines())),
+        *_block("backward", f.backward),
+        *_block("program", f.program),
+        *_block("backward program", f.backward_program),
     ]
+
+
+def _block(head: str, text: str) -> list[str]:
+    """Lines of a longer text, the first behind its name."""
+    lines = text.splitlines()
+    if len(head) > 8 or any(line.startswith(" ") for line in lines):
+        return [f"        {head}", *(f"          {line}" for line in lines)] if lines else []
+    return [f"        {'' if i else head:8} {line}" for i, line in enumerate(lines)]
 
 
 def _refusal_lines(r: Refusal) -> list[str]:

@@ -29,7 +29,7 @@ class Region:
 
 def region(match: Match, context: Any) -> Region:
     """The operation a match stands for: its inputs in order of first use, one `Step` for each canonical node."""
-    graph, nodes = match.graph, match.nodes
+    graph, nodes = match.graph, match.all_nodes
     inside = {v for n in nodes for v in n.outputs}
     inputs = tuple(
         dict.fromkeys(v for n in nodes for v in n.inputs if v not in inside and graph.values[v].kind != "literal")
@@ -56,7 +56,7 @@ def region(match: Match, context: Any) -> Region:
         steps=tuple(steps),
         results=tuple(slots[v] for v in outputs),
         in_avals=tuple(graph.values[v].aval for v in inputs),
-        key=_key(steps),
+        key=step_key(steps),
         context=context,
         site=match.site,
         pattern=match.pattern.name,
@@ -78,7 +78,7 @@ def rewrite(graph: Graph, rewrites: Sequence[tuple[Match, Region, FusedOp]]) -> 
 def _outputs(match: Match) -> tuple[int, ...]:
     """The chain's result first, then inner values that are used outside (only shared tests let them through)."""
     graph, last = match.graph, match.nodes[-1].outputs[0]
-    inside = set(match.positions)
+    inside = {*match.positions, *match.absorbed}
     extra = [
         v
         for n in match.nodes[:-1]
@@ -93,6 +93,10 @@ def _role(node: Node) -> str:
         return "bilinear"
     if node.flags & OpFlags.IS_ACTIVATION:
         return "pointwise"
+    if node.flags & OpFlags.IS_SOFTMAX:
+        return "softmax"
+    if node.flags & OpFlags.IS_NORMALIZE:
+        return "normalize"
     return "gradient" if node.flags & OpFlags.IS_ACTIVATION_GRAD else "linear"
 
 
@@ -108,6 +112,7 @@ def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:
     return _compat.make_jaxpr_object(parameters, [graph.values[node.outputs[0]].atom], eqns, _compat.no_effects)
 
 
-def _key(steps: Sequence[Step]) -> tuple[Any, ...]:
+def step_key(steps: Sequence[Step]) -> tuple[Any, ...]:
+    """The structural key of an operation's steps."""
     keys = Keys()
     return tuple((s.role, s.name, s.operands, s.from_output, keys.program(s.body)) for s in steps)

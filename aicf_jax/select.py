@@ -39,10 +39,17 @@ def cost_of(op: FusedOp) -> Cost:
     As written every step reads its operands and writes its result; fused, inputs are read once and results written
     once. Casts and layout changes count as steps: on their own they read and write memory too.
     """
-    avals = [*op.in_avals, *(s.body.outvars[0].aval for s in op.steps)]
-    before = sum(sum(nbytes(avals[i]) for i in s.operands) + nbytes(s.body.outvars[0].aval) for s in op.steps)
+    avals = op.slot_avals
+    before = sum(
+        sum(nbytes(avals[i]) for i in s.operands) + sum(nbytes(v.aval) for v in s.body.outvars) for s in op.steps
+    )
+    launches = len(op.steps)
+    if op.steps[0].role == "opaque":
+        eqns = op.steps[0].body.eqns
+        before = sum(nbytes(v.aval) for e in eqns for v in (*e.invars, *e.outvars))
+        launches = len(eqns)
     after = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
-    return Cost(before, after, len(op.steps))
+    return Cost(before, after, launches)
 
 
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
@@ -50,17 +57,21 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
     policy, refusals, choices = op.context.policy, [], []
     requirements = dict(op.requirements())
     for platform in policy.platforms():
-        best, best_bytes = XLA, cost_of(op).bytes_before
+        unfused = op.semantic.unfused_bytes
+        best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
         for kernel in op.context.kernels:
             if kernel.op != op.semantic.name or platform not in kernel.platforms:
                 continue
-            refusal = _refusal(kernel, requirements, policy, op, pattern) or _trial(kernel, op, pattern)
+            refusal = _refusal(kernel, requirements, policy, op, pattern)
+            moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
+            if refusal is None and moved >= best_bytes:
+                refusal = _slower(kernel, op, pattern, moved, best, best_bytes)
+            elif refusal is None:
+                refusal = _trial(kernel, op, pattern)
             if refusal is not None:
                 refusals.append(refusal)
                 continue
-            moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
-            if moved < best_bytes:
-                best, best_bytes = kernel.name, moved
+            best, best_bytes = kernel.name, moved
         choices.append((platform, best))
     return op.with_choices(tuple(choices)), tuple(dict.fromkeys(refusals))
 
@@ -84,6 +95,13 @@ def _refusal(
     if not policy.allows(kernel.numerics):
         return refuse("numerics", f"numerics class {policy.numerics} or stricter", f"class {kernel.numerics}")
     return None
+
+
+def _slower(kernel: Kernel, op: FusedOp, pattern: str, moved: int, best: str, best_bytes: int) -> Refusal:
+    detail = f"kernel {kernel.name} would move no fewer bytes than {best}"
+    return Refusal(
+        pattern, "select", "no_gain", detail, f"fewer than {best_bytes} bytes, as {best} moves", str(moved), op.site
+    )
 
 
 def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:

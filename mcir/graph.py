@@ -207,7 +207,7 @@ class _Reader:
             return lambda xs: self._dot(eqn, *xs)
         if name == "iota":
             return lambda xs: self._iota(eqn)
-        if name == "random_bits" and eqn.params["bit_width"] == 32 and _is_threefry(eqn):
+        if streams_bits(eqn):
             return lambda xs: self._bits(eqn, xs[0][0])
         raise DeriveError("primitive", "pointwise operations, contractions, reductions and changes of layout", name)
 
@@ -450,9 +450,13 @@ def _beside(a: Dim, b: Dim) -> Dim:
     return (a or b) if size_of(a) == 1 or size_of(b) == 1 else unite(a, b)
 
 
-def _is_threefry(eqn: Any) -> bool:
+def streams_bits(eqn: Any) -> bool:
+    """Whether an equation makes random bits that are a function of key and position: 32 bits of partitionable threefry."""
+    if eqn.primitive.name != "random_bits" or eqn.params["bit_width"] != 32:
+        return False
     aval = eqn.invars[0].aval
-    return str(aval.dtype) == "key<fry>" and bool(jax.config.jax_threefry_partitionable)  # pyright: ignore[reportAttributeAccessIssue]
+    partitionable = bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009 - a flag pyright does not know
+    return str(aval.dtype) == "key<fry>" and partitionable and aval.ndim == 0 and math.prod(eqn.params["shape"]) < 2**32
 
 
 def _pair(precision: Any) -> tuple[Any, ...]:

@@ -44,6 +44,9 @@ class Kernel:
         collection; a requirement that is not named here is not met.
       run: ``run(op, *inputs) -> results`` as a tuple, one array for each of ``op.results``. Traced by jax, once per
         operation and platform.
+      save: ``save(op, *inputs) -> (results, saved)``, with what the backward of the operation wants kept
+        (`ops.Composite.save`). None: it is recomputed from the inputs.
+      program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
       cost_bytes: `FusedOp` -> bytes it moves between memory and chip; None means "inputs and results once".
@@ -60,6 +63,8 @@ class Kernel:
     numerics: str = "reassociated"
     deterministic: bool = True
     cost_bytes: Callable[[Any], int] | None = None
+    save: Callable[..., tuple[Any, Any]] | None = None
+    program: Callable[[Any], str] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:

@@ -5,14 +5,15 @@ One module an operation, each exporting ``OP``; ``ops.gemm_epilogue`` is that mo
 
 from __future__ import annotations
 
-from aicf_jax.ops._semantic import FusedOp, SemanticOp, Step
+from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step
 from aicf_jax.registry import discover, unique
 
-__all__ = ["OPS", "FusedOp", "SemanticOp", "Step"]
+__all__ = ["OPS", "Composite", "FusedOp", "SemanticOp", "Step"]
 
 #: Every operation by name.
 OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "OP"), "name")}
 
 attention: SemanticOp = OPS["attention"]
+attention_grad: SemanticOp = OPS["attention_grad"]
 gemm_epilogue: SemanticOp = OPS["gemm_epilogue"]
 gemm_epilogue_grad: SemanticOp = OPS["gemm_epilogue_grad"]

@@ -15,6 +15,29 @@ def _no_check(match: Any) -> Refusal | None:
     return None
 
 
+def _no_extension(match: Any) -> Any:
+    return match
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """How an operation is differentiated as a whole, where its steps one by one would keep too much.
+
+    Attributes:
+      save: ``(op, inputs) -> (results, saved)``, plain JAX: the results as the equations give them, and what the
+        backward wants kept.
+      cotangent: ``(op, inputs, results, saved, ct, wanted) -> cotangents`` of the inputs in `wanted`, plain JAX built
+        from the equations' own derivatives.
+      gradient: name of the operation that this backward is.
+      names: of the saved values, in prints.
+    """
+
+    save: Callable[..., tuple[list[Any], list[Any]]]
+    cotangent: Callable[..., list[Any]]
+    gradient: str
+    names: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class SemanticOp:
     """What a family of rewrites produces.
@@ -28,6 +51,13 @@ class SemanticOp:
       numerics: the class of the rewrite, see `Policy`.
       names: ``(role, operand, name)``: what prints of the backward call the input that a step of this role reads as
         this operand.
+      extend: match -> match that also takes in what is cheaper to compute again than to read (`Match.absorbed`).
+      prove: `FusedOp` -> `Refusal` or None; what can only be told of the operation as a whole. Called once for equal
+        operations.
+      composite: how it is differentiated; None: step by step (`autodiff`).
+      any_operands: operands that are no floating-point arrays (masks, positions, keys) are legal.
+      unfused_bytes: ``(op, platform) -> bytes`` its equations move between memory and chip; None: each step reads its
+        operands and writes its result.
     """
 
     name: str
@@ -37,6 +67,11 @@ class SemanticOp:
     check: Callable[[Any], Refusal | None] = _no_check
     numerics: str = "reassociated"
     names: tuple[tuple[str, int, str], ...] = ()
+    extend: Callable[[Any], Any] = _no_extension
+    prove: Callable[[Any], Refusal | None] = _no_check
+    composite: Composite | None = None
+    any_operands: bool = False
+    unfused_bytes: Callable[[Any, str], int] | None = None
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -54,11 +89,11 @@ class Step:
 
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
-        operands), ``"pointwise"`` (a function of each element of its one operand).
+        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations).
       name: the canonical operation, e.g. ``"gelu_tanh"``.
-      body: jaxpr from the operands to the result: the user's own equations.
+      body: jaxpr from the operands to the results: the user's own equations. Only an opaque step has more than one.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
-        result.
+        result (an opaque step takes as many slots as it has results).
       from_output: a pointwise step whose derivative is a function of its result.
     """
 
@@ -109,9 +144,14 @@ class FusedOp:
         return f"{self.semantic.name}({self.blob})"
 
     @property
+    def slot_avals(self) -> tuple[Any, ...]:
+        """Types of all slots."""
+        return (*self.in_avals, *(v.aval for step in self.steps for v in step.body.outvars))
+
+    @property
     def out_avals(self) -> tuple[Any, ...]:
-        n = len(self.in_avals)
-        return tuple(self.steps[s - n].body.outvars[0].aval for s in self.results)
+        avals = self.slot_avals
+        return tuple(avals[s] for s in self.results)
 
     @property
     def residual(self) -> int | None:
@@ -120,6 +160,8 @@ class FusedOp:
         The result itself where the activation's derivative is a function of it (nothing further is kept alive), else
         the activation's input.
         """
+        if self.semantic.composite is not None:
+            return None
         n = len(self.in_avals)
         for k, step in enumerate(self.steps):
             if step.role == "pointwise":

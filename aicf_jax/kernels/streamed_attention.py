@@ -1,0 +1,35 @@
+"""``streamed_attention``: online-softmax attention as lax loops, from the program that `mcir` derives.
+
+Memory moved: Q, K, V and the result once when K and V fit in the cache, K and V once per block of queries otherwise;
+O(S) temporaries. Scores exist one block at a time, accumulated in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aicf_jax.kernels import _streamed
+from aicf_jax.kernels._kernel import ANY, Kernel
+from aicf_jax.ops import FusedOp
+
+
+def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+    return _streamed.lowered(_streamed.forward, op)(*inputs)
+
+
+def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    found = _streamed.lowered(_streamed.forward_saving, op)(*inputs)
+    n = len(op.results)
+    return found[:n], found[n:]
+
+
+KERNEL = Kernel(
+    "streamed_attention",
+    "attention",
+    ("cpu",),
+    {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY},
+    _run,
+    cost_bytes=_streamed.moved_bytes,
+    save=_save,
+    program=lambda op: str(_streamed.forward(op).program),
+)

@@ -1,0 +1,27 @@
+"""``streamed_attention_grad``: the derived backward of attention as lax loops, from the program that `mcir` derives.
+
+Scores and weights are computed again, one block at a time; O(S) temporaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aicf_jax.kernels import _streamed
+from aicf_jax.kernels._kernel import ANY, Kernel
+from aicf_jax.ops import FusedOp
+
+
+def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+    return _streamed.lowered(_streamed.backward, op)(*inputs)
+
+
+KERNEL = Kernel(
+    "streamed_attention_grad",
+    "attention_grad",
+    ("cpu",),
+    {"dtypes": ANY},
+    _run,
+    cost_bytes=_streamed.moved_bytes,
+    program=lambda op: str(_streamed.backward(op).program),
+)

@@ -1,0 +1,39 @@
+"""``attention_grad``: the derived backward of `attention` as one operation.
+
+Its equations are what `ops.attention.cotangent` traces to: the scores and weights computed again from the inputs and the
+log-sum-exp of each row, the gradients of everything that enters. A kernel for it is one more way to run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from aicf_jax.attrs import Schema
+from aicf_jax.ops._semantic import FusedOp, SemanticOp
+from aicf_jax.ops.attention import FIELDS
+
+SCHEMA = Schema(kind_id=4, schema_id=1, fields=FIELDS)
+
+
+def _attributes(match: Any) -> Mapping[str, object]:
+    raise ValueError("attention_grad is derived from an attention; no pattern stands for it")
+
+
+def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
+    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals}))}
+
+
+def _unfused_bytes(op: FusedOp, platform: str) -> int:
+    from aicf_jax.kernels import _streamed
+    from aicf_jax.select import nbytes
+
+    outside = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
+    cache = _streamed.cache_bytes(platform)
+    avals = [v.aval for eqn in op.steps[0].body.eqns for v in eqn.outvars]
+    return outside + sum(2 * nbytes(a) for a in avals if nbytes(a) > cache)
+
+
+OP = SemanticOp(
+    "attention_grad", SCHEMA, _attributes, _requirements, any_operands=True, unfused_bytes=_unfused_bytes
+)
