@@ -276,10 +276,10 @@ def _next(graph: Graph, i: int, safe: bool) -> list[int]:
 
 
 def _is_only_operand(graph: Graph, node: Node) -> bool:
-    """Whether an elementwise node has one operand besides literals: ``1 - x`` runs through x as ``x - 1`` does."""
+    """Whether an elementwise node has one operand besides scalars: ``1 - x`` runs through x as ``x - 1`` does."""
     if not node.flags & _ELEMENTWISE or len(node.inputs) == 1:
         return False
-    return len({v for v in node.inputs if graph.values[v].kind != "literal"}) == 1
+    return len({v for v in node.inputs if graph.values[v].aval.ndim}) == 1
 
 
 def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:

@@ -36,7 +36,8 @@ class Form:
       domain: `LOG` or `EXP`.
       slope: coefficient of x; 0 for values that are constant along the axis ("row constants").
       terms: row constants and their coefficients, none of them 0.
-      dims: for each dimension of the value the dimension of x it is, None where it does not vary.
+      dims: for each dimension of the value the dimension of x it is, None where it does not vary. Those of a function
+        of x are a permutation.
       mask: which elements of x take part, None for all; what is left out is -inf (0 in the `EXP` domain).
       guarded: a row maximum that is not finite was replaced by 0.
       zeroed: what the mask leaves out was set to 0 after the normalization as well.
@@ -73,6 +74,15 @@ class Form:
             if not difference:
                 return sign
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """A truth value about a row maximum: `keeps` is what it is where the maximum may be used."""
+
+    form: Form
+    keeps: bool
+    guarded: bool
 
 
 def merged(

@@ -10,7 +10,7 @@ import numpy as np
 
 from aicf_jax.flags import OpFlags
 from aicf_jax.graph import Graph, Node
-from aicf_jax.normalize._log_region import constant, is_float
+from aicf_jax.normalize._constants import constant, is_float
 from aicf_jax.normalize._rule import Rule
 from aicf_jax.normalize.bias import broadcast_source
 

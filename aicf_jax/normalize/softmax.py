@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 from aicf_jax.flags import OpFlags
 from aicf_jax.graph import Graph, Node
+from aicf_jax.normalize._constants import constant, is_float
 from aicf_jax.normalize._log_forms import Form
-from aicf_jax.normalize._log_region import LogRegion, constant, is_float
+from aicf_jax.normalize._log_region import LogRegion
 from aicf_jax.normalize._rule import Rule
 from aicf_jax.normalize.bias import broadcast_source
 
@@ -26,22 +27,20 @@ _CASTS = int(OpFlags.IS_CAST | OpFlags.IS_LAYOUT | OpFlags.IS_BROADCAST)
 _IS_REDUCTION = int(OpFlags.IS_REDUCTION)
 
 #: code -> (expected, found)
-NEAR_MISSES = {
-    "softmax_parts_reused": (
-        "the maximum, the exponentials and their sum are used by the softmax only",
-        "a softmax whose inner values are used elsewhere too",
+NEAR_MISSES = {  # the most telling last
+    "no_max_subtraction": (
+        "the row maximum is subtracted before exp",
+        "a softmax without it: it overflows where attention does not",
     ),
     "shift_not_row_max": (
         "the row maximum of the same values along the same axis is subtracted before exp",
         "a softmax that subtracts something else: it overflows, and yields NaN, in other places",
     ),
-    "no_max_subtraction": (
-        "the row maximum is subtracted before exp",
-        "a softmax without it: it overflows where attention does not",
+    "softmax_parts_reused": (
+        "the maximum, the exponentials and their sum are used by the softmax only",
+        "a softmax whose inner values are used elsewhere too",
     ),
 }
-
-_SAYS_MORE = {"no_max_subtraction": 0, "shift_not_row_max": 1, "softmax_parts_reused": 2}
 
 
 def _apply(graph: Graph) -> dict[int, Node]:
@@ -53,10 +52,15 @@ def _apply(graph: Graph) -> dict[int, Node]:
             if node is not None and code is None:
                 found[position] = node
                 break
-            if node is not None and (position not in near or _SAYS_MORE[code] > _SAYS_MORE[near[position].attr("code")]):
+            if node is not None and _says_more(node, near.get(position)):
                 near[position] = node
     covered = {c for node in found.values() for c in node.covers}
     return {**{p: n for p, n in near.items() if covered.isdisjoint(n.covers)}, **found}
+
+
+def _says_more(node: Node, known: Node | None) -> bool:
+    codes = list(NEAR_MISSES)
+    return known is None or codes.index(node.attr("code")) > codes.index(known.attr("code"))
 
 
 def seeds(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -79,21 +83,21 @@ def seeds(graph: Graph) -> Iterator[tuple[int, int]]:
 def regions(graph: Graph, seed: int, axis: int) -> Iterator[LogRegion]:
     """The regions of all candidates for x, those first whose maximum is taken."""
     candidates = list(_candidates(graph, graph.nodes[seed].inputs[0], axis))
-    candidates.sort(key=lambda v: not any(graph.nodes[u].op == "reduce_max" for u in graph.users(v)))
-    for x in candidates:
-        if is_float(graph, x) and graph.values[x].aval.shape == graph.values[graph.nodes[seed].outputs[0]].aval.shape:
-            region = LogRegion(graph, x, axis)
+    candidates.sort(key=lambda c: not any(graph.nodes[u].op == "reduce_max" for u in graph.users(c[0])))
+    for x, along in candidates:
+        if is_float(graph, x) and graph.values[x].aval.ndim == graph.values[graph.nodes[seed].outputs[0]].aval.ndim:
+            region = LogRegion(graph, x, along)
             if graph.nodes[seed].outputs[0] in region.forms:
                 yield region
 
 
-def _candidates(graph: Graph, vid: int, axis: int) -> Iterator[int]:
-    """Values a log-affine function of which is `vid`, nearest first."""
+def _candidates(graph: Graph, vid: int, axis: int) -> Iterator[tuple[int, int]]:
+    """Values a log-affine function of which is `vid`, nearest first, each with the axis in its own dimensions."""
     for _ in range(_STEPS):
-        yield vid
+        yield vid, axis
         position = int(graph.producer[vid])
         node = graph.nodes[position] if position >= 0 else None
-        if node is None or len(node.covers) != 1 or node.op not in ("sub", "add", "neg", *_PASSED):
+        if node is None or len(node.covers) != 1 or node.op not in ("sub", "add", "neg", "transpose", *_PASSED):
             return
         main = [v for v in node.inputs if constant(graph, v)[0] is None and is_float(graph, v)]
         if len(main) == 2 and node.op in ("sub", "add"):
@@ -104,6 +108,8 @@ def _candidates(graph: Graph, vid: int, axis: int) -> Iterator[int]:
         if len(main) != 1:
             return
         vid = main[0]
+        if node.op == "transpose":
+            axis = graph.eqn(node.covers[0]).params["permutation"][axis]
 
 
 def _softmax_in(region: LogRegion) -> tuple[int, Node | None, str | None]:
@@ -167,13 +173,19 @@ def almost(node: Node, code: str) -> Node:
 def softmax_attrs(axis: int, form: Form) -> tuple[tuple[str, object], ...]:
     """What the form of (unnormalized) weights says about them.
 
-    ``base`` is a in ``exp(a x - L_a)``. ``guarded``: a row with +inf yields NaN only there, not everywhere.
+    ``axis``: a dimension of x.
+    ``permutation``: of the result's dimensions, None where they are x's in their order. (vmap inside the library
+      functions moves an axis between the maximum and the rest.)
+    ``base``: a in ``exp(a x - L_a)``.
+    ``guarded``: a row with +inf yields NaN only there, not everywhere.
     ``keep_when``: None, or for a ``where=`` softmax the truth value of the second input where elements take part.
     ``zeroed``: such a softmax is 0, not NaN, where a row has no elements.
     """
     keep_when = form.mask[1] if isinstance(form.mask, tuple) else None
+    permutation = None if form.dims == tuple(range(len(form.dims))) else form.dims
     return (
         ("axis", axis),
+        ("permutation", permutation),
         ("base", form.slope),
         ("guarded", form.guarded),
         ("keep_when", keep_when),

@@ -19,9 +19,7 @@ from aicf_jax.normalize.softmax import almost, regions, seeds, shift_code, softm
 
 #: From the weights to the division, no further than this.
 _STEPS = 16
-_ELEMENTWISE, _IS_LAYOUT, _IS_CAST = (
-    int(f) for f in (OpFlags.IS_ELEMENTWISE, OpFlags.IS_LAYOUT, OpFlags.IS_CAST)
-)
+_ELEMENTWISE, _IS_LAYOUT, _IS_CAST = (int(f) for f in (OpFlags.IS_ELEMENTWISE, OpFlags.IS_LAYOUT, OpFlags.IS_CAST))
 
 
 def _apply(graph: Graph) -> dict[int, Node]:
@@ -87,8 +85,7 @@ def _is_closed(
     """Whether the inner values are used inside only, but for what is `allowed` by node."""
     inside, graph = {*members, *sums}, region.graph
     return all(
-        set(region.users(p)) - inside <= set(allowed.get(p, ()))
-        and graph.escaping.isdisjoint(graph.nodes[p].outputs)
+        set(region.users(p)) - inside <= set(allowed.get(p, ())) and graph.escaping.isdisjoint(graph.nodes[p].outputs)
         for p in inside
     )
 
@@ -97,7 +94,7 @@ def _lines_up(region: LogRegion, weights: int, start: int, division: int, divide
     """Whether the weights reach the division through a product over their axis, every dimension in its place."""
     graph = region.graph
     vid, position = weights, start
-    dims: Dims | None = tuple(range(len(region.shape)))
+    dims: Dims | None = region.forms[weights].dims
     products = 0
     for _ in range(_STEPS):
         if position == division:
@@ -116,9 +113,7 @@ def _lines_up(region: LogRegion, weights: int, start: int, division: int, divide
     below = region.forms[graph.nodes[divisor].outputs[0]].dims
     shape = graph.values[vid].aval.shape
     # Dimensions of one are in place anywhere.
-    return len(below) == len(dims) and all(
-        n == 1 or a == b for a, b, n in zip(dims, below, shape, strict=True)
-    )
+    return len(below) == len(dims) and all(n == 1 or a == b for a, b, n in zip(dims, below, shape, strict=True))
 
 
 def _dims_through(graph: Graph, node: Node, vid: int, dims: Dims, axis: int) -> Dims | None:
@@ -131,7 +126,9 @@ def _dims_through(graph: Graph, node: Node, vid: int, dims: Dims, axis: int) -> 
         return tuple(dims[d] for d in params["permutation"])
     if node.flags & _IS_LAYOUT:
         origin = unit_reshape(shape, after) if params.get("dimensions") is None or node.op == "squeeze" else None
-        return origin and tuple(dims[origin[d]] if d in origin else None for d in range(len(after)))
+        if origin is None:
+            return None
+        return tuple(dims[origin[d]] if d in origin else None for d in range(len(after)))
     return dims if node.flags & _ELEMENTWISE and after == shape else None
 
 
@@ -157,13 +154,14 @@ def _nodes(
     inputs, covers = region.surroundings(members)
     attrs = softmax_attrs(region.axis, region.forms[weights[0]])
     flags = OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED
+    summed = region.forms[weights[0]].dims.index(region.axis)
     more, below = region.surroundings(sums)
     outputs = graph.nodes[division].outputs
     covers_all = tuple(sorted((*below, *graph.nodes[division].covers)))
     return {
         seed: Node("softmax_weights", flags, (region.x, *inputs), weights, covers, attrs),
         division: Node(
-            "normalize", OpFlags.IS_NORMALIZE, (divided, *weights, *more), outputs, covers_all, (("axis", region.axis),)
+            "normalize", OpFlags.IS_NORMALIZE, (divided, *weights, *more), outputs, covers_all, (("axis", summed),)
         ),
     }
 

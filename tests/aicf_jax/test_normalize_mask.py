@@ -36,7 +36,7 @@ def test_where_with_a_number(f, fill, keep_when, dtype):
         assert (node.attr("fill"), node.attr("keep_when")) == (expected, keep_when)
         assert node.inputs[0] == graph.arguments[0] and len(node.inputs) == 2
         assert node.flags == OpFlags.IS_MASK | OpFlags.IS_ELEMENTWISE
-        pred = jnp.broadcast_to(jnp.asarray(M) if keep_when or True else M, x.shape)
+        pred = jnp.broadcast_to(M, x.shape)
         out = evaluate(graph, node, x, pred)
         kept = pred if keep_when else ~pred
         np.testing.assert_array_equal(out, jnp.where(kept, x, jnp.asarray(expected, dtype)))

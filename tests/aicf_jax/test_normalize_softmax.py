@@ -183,26 +183,39 @@ def test_dimensions_of_one_and_square_shapes(spelling, shape):
 
 
 def test_a_cast_before_or_after_stays_outside():
-    f = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    def f(x):
+        return jax.nn.softmax(x.astype(jnp.float32)).astype(jnp.bfloat16)
+
     assert ops_of(f, X.astype(jnp.bfloat16)) == ["convert_element_type", "softmax", "convert_element_type"]
 
 
 def test_what_scales_or_masks_before_the_maximum_stays_outside():
-    f = lambda x, m: jax.nn.softmax(jnp.where(m, x * 0.5, -jnp.inf))
+    def f(x, m):
+        return jax.nn.softmax(jnp.where(m, x * 0.5, -jnp.inf))
+
     assert ops_of(f, X, X > 0) == ["mul", "mask", "softmax"]
 
 
 def test_a_coefficient_inside_is_the_base():
-    f = lambda x: (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp((x - peak(x, -1)) * 0.25))
-    _, node = softmax_of(f, X)
-    assert node.attr("base") == 0.25
-    g = lambda x: (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp2(x - peak(x, -1)))
-    assert softmax_of(g, X)[1].attr("base") == pytest.approx(math.log(2))
+    for weights, base in ((lambda z: jnp.exp(0.25 * z), 0.25), (jnp.exp2, math.log(2))):
+
+        def f(x, weights=weights):
+            e = weights(x - peak(x, -1))
+            return e / e.sum(-1, keepdims=True)
+
+        assert softmax_of(f, X)[1].attr("base") == pytest.approx(base)
 
 
 def test_vmap_moves_the_axis():
     _, node = softmax_of(jax.vmap(functools.partial(jax.nn.softmax, axis=0)), X)
     assert node.attr("axis") == 1
+
+
+def test_what_vmap_transposes_between_the_maximum_and_the_rest():
+    graph, node = softmax_of(jax.vmap(jax.nn.softmax, in_axes=1, out_axes=1), X)
+    assert node.inputs == (graph.arguments[0],)
+    assert (node.attr("axis"), node.attr("permutation")) == (2, (1, 0, 2))
+    np.testing.assert_allclose(evaluate(graph, node, X), jax.nn.softmax(X).transpose(1, 0, 2), rtol=1e-6)
 
 
 def test_a_guard_decides_where_infinity_yields_nan():

@@ -77,7 +77,7 @@ SCORES = {
 
 @pytest.mark.parametrize("name", SCORES)
 def test_what_may_stand_before_the_softmax(name):
-    assert len(matches(functools.partial(attention, scores=SCORES[name]), Q, K, V)) == (name != "expanded")
+    assert len(matches(functools.partial(attention, scores=SCORES[name]), Q, K, V)) == 1
 
 
 WEIGHTS = {
@@ -103,8 +103,13 @@ def test_the_weights_may_be_either_operand(form):
     assert len(matches(f, Q, K, V)) == 1
 
 
+PRECISIONS = [attention, corpus.basic, corpus.normalized_after_pv, corpus.jax_nn, corpus.flax_linen]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("form", [attention, corpus.normalized_after_pv, corpus.jax_nn, corpus.flax_linen, corpus.basic])
+@pytest.mark.parametrize(
+    "form", [attention, corpus.normalized_after_pv, corpus.jax_nn, corpus.flax_linen, corpus.basic]
+)
 def test_every_precision(form, dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         args = [x.astype(dtype) for x in (corpus.QKV if form in (corpus.flax_linen, corpus.jax_nn) else (Q, K, V))]
@@ -119,6 +124,16 @@ def test_library_layers():
     layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     definition, state = nnx.split(layer)
     assert len(matches(lambda s, y: nnx.merge(definition, s)(y), state, x)) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_library_function(causal, kv_heads):
+    q, k, v = normal(7, 2, 5, 4, 8), normal(8, 2, 5, kv_heads, 8), normal(9, 2, 5, kv_heads, 8)
+    f = functools.partial(jax.nn.dot_product_attention, is_causal=causal)
+    assert len(matches(f, q, k, v)) == 1
+    assert len(matches(lambda *a: f(*a, bias=normal(10, 4, 5, 5)), q, k, v)) == 1
+    assert len(matches(jax.vmap(f, in_axes=1, out_axes=1), *(x[:, None] for x in (q, k, v)))) == 1
 
 
 def test_two_layers_are_two_matches():
@@ -147,30 +162,46 @@ def returning(f):
     return g
 
 
+def divided(e):
+    return e / e.sum(-1, keepdims=True)
+
+
+def sum_returned(q, k, v):
+    s = q @ k
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    total = e.sum(-1, keepdims=True)
+    return (e / total) @ v, total
+
+
 NEAR_MISSES = {
-    "weights returned": ("weights_returned", returning(lambda q, k, v, kept: attention(
-        q, k, v, weights=lambda p: kept.append(p) or p))),
-    "weights returned after dropout": ("weights_returned", returning(lambda q, k, v, kept: attention(
-        q, k, v, weights=lambda p: kept.append(dropout(p)) or kept[0]))),
-    "weights used twice": ("multiple_consumers", lambda q, k, v: attention(
-        q, k, v, weights=lambda p: p) + attention(q, k, v)[..., :1] * 0 if False else (
-            lambda p: p @ v + p @ k)(jax.nn.softmax(q @ k))),
-    "scores returned": ("scores_reused", returning(lambda q, k, v, kept: attention(
-        q, k, v, scores=lambda s: kept.append(s) or s))),
-    "scores used": ("scores_reused", returning(lambda q, k, v, kept: attention(
-        q, k, v, scores=lambda s: kept.append(jnp.sin(0.5 * s)) or 0.5 * s))),
-    "sum returned": ("softmax_parts_reused", lambda q, k, v: (
-        lambda s: ((lambda e, l: (e / l @ v, l))(*(lambda e: (e, e.sum(-1, keepdims=True)))(
-            jnp.exp(s - s.max(-1, keepdims=True))))))(q @ k)),
-    "no maximum": ("no_max_subtraction", functools.partial(
-        attention, softmax=lambda s: jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True) if False else (
-            lambda e: e / e.sum(-1, keepdims=True))(jnp.exp(s)))),
-    "another shift": ("shift_not_row_max", functools.partial(
-        attention, softmax=lambda s: (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp(s - s.mean(-1, keepdims=True))))),
-    "sigmoid": ("not_softmax", functools.partial(
-        attention, scores=lambda s: 0.35 * s, softmax=jax.nn.sigmoid)),
-    "relu of masked scores": ("not_softmax", functools.partial(
-        attention, scores=lambda s: jnp.where(M, s, 0), softmax=jax.nn.relu)),
+    "weights returned": (
+        "weights_returned",
+        returning(lambda q, k, v, kept: attention(q, k, v, weights=lambda p: kept.append(p) or p)),
+    ),
+    "weights returned after dropout": (
+        "weights_returned",
+        returning(lambda q, k, v, kept: attention(q, k, v, weights=lambda p: kept.append(dropout(p)) or kept[0])),
+    ),
+    "weights used twice": ("multiple_consumers", lambda q, k, v: (lambda p: p @ v + p @ k)(jax.nn.softmax(q @ k))),
+    "scores returned": (
+        "scores_reused",
+        returning(lambda q, k, v, kept: attention(q, k, v, scores=lambda s: kept.append(s) or s)),
+    ),
+    "scores used": (
+        "scores_reused",
+        returning(lambda q, k, v, kept: attention(q, k, v, scores=lambda s: kept.append(jnp.sin(0.5 * s)) or 0.5 * s)),
+    ),
+    "sum returned": ("softmax_parts_reused", lambda q, k, v: sum_returned(q, k, v)),
+    "no maximum": ("no_max_subtraction", functools.partial(attention, softmax=lambda s: divided(jnp.exp(s)))),
+    "another shift": (
+        "shift_not_row_max",
+        functools.partial(attention, softmax=lambda s: divided(jnp.exp(s - s.mean(-1, keepdims=True)))),
+    ),
+    "sigmoid": ("not_softmax", functools.partial(attention, scores=lambda s: 0.35 * s, softmax=jax.nn.sigmoid)),
+    "relu of masked scores": (
+        "not_softmax",
+        functools.partial(attention, scores=lambda s: jnp.where(M, s, 0), softmax=jax.nn.relu),
+    ),
 }
 
 
