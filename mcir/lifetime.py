@@ -45,7 +45,7 @@ def lifetimes(program: Program) -> tuple[BufferLifetime, ...]:
 
 
 def peak_bytes(program: Program) -> int:
-    """The largest number of bytes on chip at one time, each storage counted once however many values take turns in it."""
+    """The largest number of bytes on chip at one time, each storage counted once for all values that take turns in it."""
     return max(live_bytes(lifetimes(program)), default=0)
 
 
@@ -112,8 +112,6 @@ class _Lifetimes:
             if isinstance(s, Update) and (by := self.first[s.results[0]][1].corrected_by):
                 self.uses.append((by, number, streams))
             self.uses += [(name, number, streams) for name in _used(s)]
-            if isinstance(s, Stream) and s.skip:
-                self.uses.append((s.skip.predicate, number, streams))
         for name, number, streams in self.uses:
             if name in self.first:
                 self.last[name] = max(self.last.get(name, 0), self.end(name, number, streams))
@@ -128,9 +126,12 @@ class _Lifetimes:
                 self.ends[number] = self.number - 1
 
     def end(self, name: str, number: int, streams: tuple[int, ...]) -> int:
-        """Until when a use keeps the value: to the end of the outermost stream around the use but not the definition."""
+        """Until when a use keeps a value: to the end of the outermost stream around the use and not the definition."""
         outside = [s for s in streams if s not in self.first[name][2]]
         return self.ends[outside[0]] if outside else number
+
+    def same_axes(self, s: Compute) -> tuple[str, ...]:
+        return tuple(name for name in s.args if self.first[name][1].type.axes == s.type.axes)
 
     def assigned(self) -> list[BufferLifetime]:
         """All values, each with the dead one whose storage it takes over."""
@@ -138,7 +139,7 @@ class _Lifetimes:
         out: list[BufferLifetime] = []
         for name, (first, s, _) in self.first.items():
             size = tile_bytes(self.program, s.type)
-            in_place = s.args if isinstance(s, Compute) and pointwise(s) else ()
+            in_place = self.same_axes(s) if isinstance(s, Compute) and pointwise(s) else ()
             fits = [v for v in dead if v.bytes == size and (v.last < first or (v.last == first and v.name in in_place))]
             # The argument that dies here first: it is at hand. Then what died last.
             chosen = max(fits, key=lambda v: (v.last, v.first), default=None)
