@@ -45,7 +45,7 @@ def lifetimes(program: Program) -> tuple[BufferLifetime, ...]:
 
 
 def peak_bytes(program: Program) -> int:
-    """The largest number of bytes on chip at one time, each storage counted once for all values that take turns in it."""
+    """The largest number of bytes on chip at one time, each storage counted once for all values taking turns in it."""
     return max(live_bytes(lifetimes(program)), default=0)
 
 

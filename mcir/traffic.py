@@ -91,8 +91,8 @@ def traffic(program: Program) -> Traffic:
     for run in runs:
         if isinstance(run.statement, Load | Store):
             buffers[run.statement.buffer] += moved(program, run, words)
-        touched, work = _work(program, run)
-        chip, flops = chip + touched, flops + work
+        touched, done = work(program, run)
+        chip, flops = chip + touched, flops + done
     inputs, outputs = (
         sum(_buffer_bytes(program, b.name, words) for b in program.role(role)) for role in ("input", "output")
     )
@@ -129,7 +129,7 @@ class Run:
             outside = tuple(i for i, a in enumerate(names) if a not in self.loops)
             kept = [a for a in names if a in self.loops]
             order = [kept.index(a) for a in weighed if a in kept]
-            blocks = blocks.any(axis=outside).transpose(order)
+            blocks = np.transpose(blocks.any(axis=outside), order)
             mask = mask & blocks.reshape([program.axis(a).count if a in kept else 1 for a in weighed])
         count: Any = mask.astype(np.int64)
         for a in weighed:  # the leading axis, one after the other
@@ -196,7 +196,7 @@ def _buffer_bytes(program: Program, name: str, words: dict[str, int]) -> int:
     return size * jnp.dtype(type.dtype).itemsize * words.get(name, 1)
 
 
-def _work(program: Program, run: Run) -> tuple[Bytes, int]:
+def work(program: Program, run: Run) -> tuple[Bytes, int]:
     """Chip bytes and operations of all runs of a statement."""
     s = run.statement
 
