@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ from mcir.errors import MCIRError
 from mcir.ir import Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
 from mcir.lifetime import lifetimes, live_bytes, peak_bytes
 from mcir.text import print_statement
-from mcir.traffic import moved, placed, words_of, work
+from mcir.traffic import flops_of, moved, placed, words_of
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Tiles are no smaller than this along axes that contractions go over, where an axis is that long.
@@ -36,8 +37,8 @@ class Hardware:
       cache_bytes: what fits on chip: the cache that tiles should stay in, or the shared memory of a block.
       step_bytes: the memory traffic that takes as long as starting one round of a loop. Without it the model would take
         the smallest blocks in streams, which move nothing more and leave room for larger tiles.
-      flops_per_byte: operations in the time of a byte of memory traffic. It counts where blocks are skipped: large tiles
-        skip less. None: operations cost nothing.
+      flops_per_byte: operations in the time of a byte of memory traffic. It counts where blocks are skipped: large
+        tiles skip less. None: operations cost nothing.
     """
 
     name: str
@@ -89,8 +90,9 @@ def schedule(program: Program, hardware: Hardware | None = None) -> Program:
     """The program with the tile sizes that move the fewest bytes and fit.
 
     Minimizes dram bytes plus `step_bytes` for each round of an innermost loop and, where blocks are skipped, ``flops /
-    flops_per_byte``, subject to ``peak_bytes(program) <= cache_bytes``. Tile sizes are powers of two and whole axes, from 16 on; from 1 on along batch axes. Of equals, those
-    with larger blocks of the nests' axes, then of the streams'. Axes without a loop stay whole. Deterministic.
+    flops_per_byte``, subject to ``peak_bytes(program) <= cache_bytes``. Tile sizes are powers of two and whole axes,
+    from 16 on; from 1 on along batch axes. Of equals, those with larger blocks of the nests' axes, then of the streams'.
+    Axes without a loop stay whole. Deterministic; the sizes are remembered.
 
     Args:
       program: any program that verifies; its own tile sizes do not matter.
@@ -98,7 +100,11 @@ def schedule(program: Program, hardware: Hardware | None = None) -> Program:
 
     Raises ScheduleError where not even the smallest tiles fit.
     """
-    hardware = hardware or Hardware.host()
+    return program.with_blocks(**dict(_blocks(program, hardware or Hardware.host())))
+
+
+@functools.lru_cache(maxsize=128)
+def _blocks(program: Program, hardware: Hardware) -> tuple[tuple[str, int], ...]:
     looped = [a for a in program.axes if any(a.name in loops for loops, _ in _loops(program))]
     names = [a.name for a in looped]
     program = program.with_blocks(**{a.name: max(1, a.size) for a in program.axes if a.name not in names})
@@ -116,14 +122,14 @@ def schedule(program: Program, hardware: Hardware | None = None) -> Program:
             elif isinstance(run.statement, Stream | Tile):
                 cost += hardware.step_bytes * run.elements(candidate, ())
             elif run.skipping and hardware.flops_per_byte:
-                cost += work(candidate, run)[1] / hardware.flops_per_byte
+                cost += flops_of(candidate, run) / hardware.flops_per_byte
         tiled = math.prod(b for name, b in zip(names, blocks, strict=True) if name in nests)
         return cost, -tiled, -math.prod(blocks), *(-b for b in blocks)
 
     for blocks in sorted(itertools.product(*sizes), key=rank):
         candidate = program.with_blocks(**dict(zip(names, blocks, strict=True)))
         if peak_bytes(candidate) <= hardware.cache_bytes:
-            return candidate
+            return tuple((a.name, a.block) for a in candidate.axes)
     smallest = program.with_blocks(**{name: s[0] for name, s in zip(names, sizes, strict=True)})
     raise ScheduleError(_refusal(smallest, names, hardware))
 

@@ -91,8 +91,7 @@ def traffic(program: Program) -> Traffic:
     for run in runs:
         if isinstance(run.statement, Load | Store):
             buffers[run.statement.buffer] += moved(program, run, words)
-        touched, done = work(program, run)
-        chip, flops = chip + touched, flops + done
+        chip, flops = chip + touched(program, run), flops + flops_of(program, run)
     inputs, outputs = (
         sum(_buffer_bytes(program, b.name, words) for b in program.role(role)) for role in ("input", "output")
     )
@@ -196,8 +195,22 @@ def _buffer_bytes(program: Program, name: str, words: dict[str, int]) -> int:
     return size * jnp.dtype(type.dtype).itemsize * words.get(name, 1)
 
 
-def work(program: Program, run: Run) -> tuple[Bytes, int]:
-    """Chip bytes and operations of all runs of a statement."""
+def flops_of(program: Program, run: Run) -> int:
+    """Operations of all runs of a statement."""
+    s = run.statement
+    if isinstance(s, Update):
+        axes = {a for name in s.args for a in run.types[name].axes}
+        corrected = run.declarations[s.results[0]].corrected_by is not None
+        state = run.elements(program, run.types[s.results[0]].axes) if corrected else 0
+        return len(s.args) * run.elements(program, axes) + state
+    if not isinstance(s, Compute) or s.op in ("constant", "iota"):
+        return 0
+    axes = {*s.type.axes, *(a for name in s.args for a in run.types[name].axes)}
+    return run.elements(program, axes) * (2 if s.op == "dot" else 1)
+
+
+def touched(program: Program, run: Run) -> Bytes:
+    """Chip bytes of all runs of a statement."""
     s = run.statement
 
     def size(names: Iterable[str]) -> int:
@@ -205,13 +218,7 @@ def work(program: Program, run: Run) -> tuple[Bytes, int]:
         return sum(run.elements(program, t.axes) * jnp.dtype(t.dtype).itemsize for t in types)
 
     if isinstance(s, Update):
-        axes = {a for name in s.args for a in run.types[name].axes}
-        flops = len(s.args) * run.elements(program, axes)
-        if run.declarations[s.results[0]].corrected_by is not None:
-            flops += run.elements(program, run.types[s.results[0]].axes)
-        return Bytes(size((*s.args, *s.results)), size(s.results)), flops
+        return Bytes(size((*s.args, *s.results)), size(s.results))
     if not isinstance(s, Compute) or s.op in ("constant", "iota"):
-        return Bytes(), 0
-    axes = {*s.type.axes, *(a for name in s.args for a in run.types[name].axes)}
-    flops = run.elements(program, axes) * (2 if s.op == "dot" else 1)
-    return Bytes(size(s.args), size((s.result,))), flops
+        return Bytes()
+    return Bytes(size(s.args), size((s.result,)))
