@@ -95,10 +95,18 @@ class Line:
             self.at += 1
             return LITERALS[text]
         if self.accept("dtype", "("):
-            dtype = self.name("an element type")
-            self.expect(")")
-            return jnp.dtype(dtype)
+            return self.dtype()
         return self.name("a value")
+
+    def dtype(self) -> Any:
+        start = self.at
+        name = self.name("an element type")
+        self.expect(")")
+        try:
+            return jnp.dtype(name)
+        except TypeError:
+            self.at = start
+            self.fail("an element type")
 
     def typed(self, kind: Any, what: str) -> Any:
         start = self.at

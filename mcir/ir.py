@@ -8,11 +8,12 @@ Grammar, in the form `mcir.text` prints and parses::
     nest       = "tile" [NAME ("," NAME)*] ":" statement+
     statement  = NAME "=" "load" NAME ":" type                                 a Tile of a buffer, memory to chip
                | ["recompute"] NAME "=" OP "(" args ")" params ":" type        recompute: a Rematerialization
-               | "reduction" NAME ("," NAME)* "=" MONOID "over" NAME+ ["corrected by" NAME ["base" NUMBER]] ":" type
+               | "reduction" NAME ("," NAME)* "=" MONOID "over" NAME ("," NAME)*
+                 ["corrected by" NAME] ["base" NUMBER] ":" type
                | NAME ("," NAME)* "<-" MONOID "(" args ")"                     an OnlineReduction takes in a tile
                | "store" NAME ("=" | "+=") NAME                                chip to memory
                | "stream" NAME [skip] ":" statement+
-    skip       = "while" NAME "is" BOOL "else" FILL ["unless" NAME "low" ["base" NUMBER]]
+    skip       = "while" NAME "is" BOOL "else" FILL ["unless" NAME "low"] ["base" NUMBER]
     type       = DTYPE "[" [NAME ("," NAME)*] "]"
 
 Arrays have named axes and no layout: a value varies along the axes of its type and along nothing else. A *Tile* is the

@@ -95,5 +95,6 @@ class Moments:
     def combine(self, a: State, b: State) -> State:
         n = a[0] + b[0]
         share = b[0] / jnp.maximum(n, 1)
-        d = b[1] - a[1]
-        return n, a[1] + d * share, a[2] + b[2] + d * d * a[0] * share
+        # Where one side is empty nothing is added. In this order, for d * d may overflow where its factor is 0.
+        d = jnp.where(b[0] > 0, b[1] - a[1], 0)
+        return n, a[1] + d * share, a[2] + b[2] + d * (d * (a[0] * share))
