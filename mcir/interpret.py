@@ -17,6 +17,7 @@ import numpy as np
 from mcir._signature import pointwise
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Skip, Store, Stream, Tile, Type, Update
 from mcir.monoid import Moments, Simple
+from mcir.visibility import visited
 from mcir.operations import PARAMETERS, POINTWISE, random_bits, shifted_exp
 
 #: Where each axis is at: start and stop.
@@ -156,13 +157,18 @@ class _Nest:
         todo = blocks(self.program.axis(s.axis))
         rest: list[tuple[int, int]] = []
         if s.skip is not None and not self.low(s.skip, self.loaded_rows(s.skip)):
-            definitions = positions(self.nest, s.skip.predicate)
-            seen = [bool(np.any(evaluate(definitions, {**self.ranges, s.axis: at}) == s.skip.visible)) for at in todo]
+            seen = self.visible(s)
             rest = [at for at, visible in zip(todo, seen, strict=True) if not visible]
             todo = [at for at, visible in zip(todo, seen, strict=True) if visible]
         self.visit(s, todo)
         if s.skip is not None and s.skip.rows in self.declarations and self.low(s.skip, self.env[s.skip.rows]):
             self.visit(s, rest)
+
+    def visible(self, s: Stream) -> list[bool]:
+        """For each block of the stream, whether it may hold something visible at the position of the loops."""
+        axes, blocks_seen = visited(self.program, s)
+        index = tuple(self.ranges[a][0] // self.program.axis(a).block for a in axes[:-1])
+        return [bool(x) for x in blocks_seen[index]]
 
     def visit(self, s: Stream, todo: list[tuple[int, int]]) -> None:
         before = self.ranges
@@ -198,24 +204,6 @@ def walk(body: Sequence[Any]) -> Iterator[Any]:
             yield from walk(s.body)
 
 
-def positions(nest: Tile, name: str) -> tuple[Compute, ...]:
-    """The statements that compute a value from positions alone, in order."""
-    needed, found = {name}, []
-    for s in reversed(list(walk(nest.body))):
-        if isinstance(s, Compute) and s.result in needed:
-            needed.update(s.args)
-            found.append(s)
-    return tuple(reversed(found))
-
-
-def evaluate(definitions: Sequence[Compute], ranges: Ranges) -> np.ndarray:
-    """The last of these values, computed from positions alone."""
-    env: dict[str, tuple[np.ndarray, tuple[str, ...]]] = {}
-    for s in definitions:
-        env[s.result] = compute(s, [env[name] for name in s.args], ranges), s.type.axes
-    return env[definitions[-1].result][0]
-
-
 def compute(s: Compute, args: Sequence[tuple[Any, tuple[str, ...]]], ranges: Ranges) -> np.ndarray:
     """One operation on tiles; arguments come with their axes."""
     axes, dtype = s.type.axes, jnp.dtype(s.type.dtype)
@@ -225,11 +213,11 @@ def compute(s: Compute, args: Sequence[tuple[Any, tuple[str, ...]]], ranges: Ran
         return np.arange(*ranges[s.param("axis")]).astype(dtype)
     if s.op == "bits":
         return np.asarray(random_bits(jnp.asarray(args[0][0]), _flat_positions(s, ranges)))
-    if s.op == "dot" or (s.op == "sum" and not pointwise(s)):
+    if s.op == "dot" or s.op == "reduce_sum":
         return _contract(args, axes, dtype)
     if not pointwise(s):
         x, given = args[0]
-        return np.asarray(Simple(s.op).lift(x, tuple(given.index(a) for a in s.param("over")))[0]).astype(dtype)
+        return np.asarray(Simple(s.op.removeprefix("reduce_")).lift(x, tuple(given.index(a) for a in s.param("over")))[0]).astype(dtype)
     values = [_aligned(x, given, axes, ranges) for x, given in args]
     if s.op == "shifted_exp":
         x, m = values

@@ -17,7 +17,7 @@ import numpy as np
 
 from mcir.interpret import walk
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
-from mcir.visits import visited
+from mcir.visibility import visited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Run:
     def elements(self, program: Program, axes: Iterable[str]) -> int:
         """Elements of blocks with these axes, over all rounds of the loops."""
         axes = set(axes)
-        masks = [visited(program, self.nest, stream) for stream in self.skipping]
+        masks = [visited(program, stream) for stream in self.skipping]
         weighed = [a for a in self.loops if any(a in names for names, _ in masks)]
         others = {*axes, *self.loops} - {*weighed}
         total = math.prod(program.axis(a).size if a in axes else program.axis(a).count for a in others)

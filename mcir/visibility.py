@@ -9,6 +9,7 @@ arithmetic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -241,6 +242,19 @@ def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], n
     low, high = _interval(computes, stream.skip.predicate, positions, {})
     hidden = (high <= 0) if stream.skip.visible else (low > 0)
     return tiled, ~np.broadcast_to(hidden, counts)
+
+
+def visited(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray]:
+    """`visible_blocks` of a stream that skips: the axes, the stream's last, and whether each block is visited.
+
+    Rows that make it visit the rest (`Skip.rows`) are not known here and counted as having none.
+    """
+    found = _visited(program, stream)
+    assert found is not None
+    return (*found[0], stream.axis), found[1]
+
+
+_visited = functools.lru_cache(maxsize=1024)(visible_blocks)
 
 
 def _position_axes(computes: dict[str, Compute], name: str) -> set[str]:

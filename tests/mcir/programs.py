@@ -69,7 +69,7 @@ tile h, i:
   o1 = load out: float32[h, i, e]
   g1 = load dout: float32[h, i, e]
   w = mul(o1, g1): float32[h, i, e]
-  dl = sum(w) over=(e): float32[h, i]
+  dl = reduce_sum(w) over=(e): float32[h, i]
   store delta = dl
 tile h, j:
   k1 = load k: float32[h, j, d]

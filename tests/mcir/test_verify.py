@@ -214,7 +214,7 @@ def test_running_values_do_not_leave_their_stream():
 
 
 def test_maximum_of_a_part():
-    edits = {"sv <- sum(p, do)": "sv <- sum(p, do)\n    part = max(p) over=(j): float32[h, i]"}
+    edits = {"sv <- sum(p, do)": "sv <- sum(p, do)\n    part = reduce_max(p) over=(j): float32[h, i]"}
     breaks("backward", "a max over j, which is looped over, needs a reduction", edits)
 
 
@@ -323,7 +323,7 @@ def test_nests_have_names_of_their_own():
 
 
 def test_values_of_a_stream_end_with_it():
-    breaks("attention", "p is not defined before it is read here", {"lg = log(l)": "lg = sum(p) over=(j)"})
+    breaks("attention", "p is not defined before it is read here", {"lg = log(l)": "lg = reduce_sum(p) over=(j)"})
 
 
 def test_later_nests_do_not_see_stores_of_their_own():
