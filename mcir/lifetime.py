@@ -130,16 +130,20 @@ class _Lifetimes:
         outside = [s for s in streams if s not in self.first[name][2]]
         return self.ends[outside[0]] if outside else number
 
-    def same_axes(self, s: Compute) -> tuple[str, ...]:
-        return tuple(name for name in s.args if self.first[name][1].type.axes == s.type.axes)
+    def in_place(self, s: Any, streams: tuple[int, ...]) -> list[str]:
+        """The arguments whose storage the result may take while they are read: no later round of a loop needs them."""
+        if not isinstance(s, Compute) or not pointwise(s):
+            return []
+        arguments = [(name, *self.first[name][1:]) for name in s.args]
+        return [name for name, by, around in arguments if by.type.axes == s.type.axes and around == streams]
 
     def assigned(self) -> list[BufferLifetime]:
         """All values, each with the dead one whose storage it takes over."""
         dead: list[BufferLifetime] = []  # to be: everything defined so far that nothing has taken over
         out: list[BufferLifetime] = []
-        for name, (first, s, _) in self.first.items():
+        for name, (first, s, streams) in self.first.items():
             size = tile_bytes(self.program, s.type)
-            in_place = self.same_axes(s) if isinstance(s, Compute) and pointwise(s) else ()
+            in_place = self.in_place(s, streams)
             fits = [v for v in dead if v.bytes == size and (v.last < first or (v.last == first and v.name in in_place))]
             # The argument that dies here first: it is at hand. Then what died last.
             chosen = max(fits, key=lambda v: (v.last, v.first), default=None)
