@@ -7,7 +7,7 @@ its tile sizes.
 
 from mcir.derive import derive
 from mcir.errors import DeriveError, MCIRError, ParseError, VerifyError
-from mcir.graph import ComputationGraph, trace
+from mcir.graph import ComputationGraph
 from mcir.ir import (
     Axis,
     Buffer,
@@ -22,6 +22,7 @@ from mcir.ir import (
     Type,
     Update,
 )
+from mcir.read import trace
 from mcir.text import parse
 
 __all__ = [

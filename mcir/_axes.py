@@ -81,7 +81,9 @@ def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
         have = 1
         while have < size:
             if not atoms:
-                raise DeriveError("reshape", "as many elements after a reshape as before", f"too few for {tuple(sizes)}")
+                raise DeriveError(
+                    "reshape", "as many elements after a reshape as before", f"too few for {tuple(sizes)}"
+                )
             atom = atoms.pop(0)
             if have * atom.size > size:
                 if size % have or atom.size % (size // have):

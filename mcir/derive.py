@@ -11,8 +11,8 @@ Five passes, none of which knows attention or normalization by name:
    that are not loops): that is stored by a nest before.
 5. **buffers**: inputs, outputs and the few temporaries get names and types; lifetimes follow from the statements.
 
-FlashAttention (Dao et al., 2022), its backward from the saved log-sum-exp, log-sum-exp over a long axis, softmax-weighted
-sums and the moments of LayerNorm all come out of these.
+FlashAttention (Dao et al., 2022), its backward from the saved log-sum-exp, log-sum-exp over a long axis,
+softmax-weighted sums and the moments of LayerNorm all come out of these.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcir._nest import Names, Nest, Site, accumulator
+from mcir._nest import Nest
+from mcir._site import Names, Site, accumulator
 from mcir.errors import DeriveError
-from mcir.graph import ComputationGraph, View, trace
+from mcir.graph import ComputationGraph, View
 from mcir.ir import Axis, Buffer, Program, Tile, Type
+from mcir.read import trace
 
 #: Tile of a loop before `schedule` chooses.
 BLOCK = 512

@@ -17,8 +17,8 @@ import numpy as np
 from mcir._signature import pointwise
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Skip, Store, Stream, Tile, Type, Update
 from mcir.monoid import Moments, Simple
-from mcir.visibility import visited
 from mcir.operations import PARAMETERS, POINTWISE, random_bits, shifted_exp
+from mcir.visibility import visited
 
 #: Where each axis is at: start and stop.
 Ranges = Mapping[str, tuple[int, int]]
@@ -217,7 +217,9 @@ def compute(s: Compute, args: Sequence[tuple[Any, tuple[str, ...]]], ranges: Ran
         return _contract(args, axes, dtype)
     if not pointwise(s):
         x, given = args[0]
-        return np.asarray(Simple(s.op.removeprefix("reduce_")).lift(x, tuple(given.index(a) for a in s.param("over")))[0]).astype(dtype)
+        return np.asarray(
+            Simple(s.op.removeprefix("reduce_")).lift(x, tuple(given.index(a) for a in s.param("over")))[0]
+        ).astype(dtype)
     values = [_aligned(x, given, axes, ranges) for x, given in args]
     if s.op == "shifted_exp":
         x, m = values

@@ -43,7 +43,9 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.size < 0 or not 1 <= self.block <= max(1, self.size):
-            raise ValueError(f"Axis({self.name!r}): expected 1 <= block <= size, found block {self.block} of {self.size}")
+            raise ValueError(
+                f"Axis({self.name!r}): expected 1 <= block <= size, found block {self.block} of {self.size}"
+            )
 
     @property
     def count(self) -> int:
@@ -94,7 +96,8 @@ class Compute:
 
     Operations: every pointwise one of `mcir.operations`, arguments broadcast to the result's axes; ``constant``;
     ``iota`` (the position along an axis); ``bits`` (random bits of an element's position); ``dot`` and
-    ``reduce_sum``, ``reduce_max``, ``reduce_min`` within a tile (param ``over``); ``shifted_exp(x, m) = exp(base (x - m))``, 0 where both are -inf.
+    ``reduce_sum``, ``reduce_max``, ``reduce_min`` within a tile (param ``over``);
+    ``shifted_exp(x, m) = exp(base (x - m))``, 0 where both are -inf.
     """
 
     result: str

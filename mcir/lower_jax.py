@@ -10,7 +10,6 @@ the memory that streaming saves. Derivatives are programs of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mcir._tiles import Env, Scope, Tiles, flat
 from mcir.derive import Derived
 from mcir.graph import View
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
 from mcir.monoid import Moments
-from mcir.operations import POINTWISE, empty_value, random_bits, shifted_exp
+from mcir.operations import empty_value, shifted_exp
 from mcir.visibility import needs_all, visible_blocks
-
-Env = dict[str, Any]
 
 
 def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
@@ -34,8 +32,10 @@ def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
     program = lower_program(derived.program)
 
     def run(*arguments: Any) -> tuple[Any, ...]:
-        inputs = [_to_axes(arguments[k], view, derived.program, buffer.type)
-                  for (k, view), buffer in zip(derived.arguments, derived.program.role("input"), strict=True)]
+        inputs = [
+            _to_axes(arguments[k], view, derived.program, buffer.type)
+            for (k, view), buffer in zip(derived.arguments, derived.program.role("input"), strict=True)
+        ]
         found = dict(zip((b.name for b in derived.program.role("output")), program(*inputs), strict=True))
         return tuple(
             _from_axes(found[name], view, derived.program, derived.program.buffer(name).type)
@@ -46,7 +46,7 @@ def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
 
 
 def lower_program(program: Program) -> Callable[..., tuple[Any, ...]]:
-    """A function from the program's inputs to its outputs, arrays whose dimensions are the axes of the buffers' types."""
+    """A function from the program's inputs to its outputs: arrays whose dimensions are the axes of their types."""
     runs = [_Nest(program, nest) for nest in program.nests]
 
     def run(*inputs: Any) -> tuple[Any, ...]:
@@ -100,22 +100,12 @@ def _cut(array: Any, type_: Type, program: Program) -> Any:
 # -- one nest -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Scope:
-    """Values on chip and the position of the loops: axis -> index of its block."""
-
-    values: Env
-    position: Env
-
-
-class _Nest:
+class _Nest(Tiles):
     def __init__(self, program: Program, nest: Tile):
-        self.program, self.nest = program, nest
-        self.axes = {a.name: a for a in program.axes}
+        super().__init__(program, nest)
         self.loops = [self.axes[a] for a in nest.axes]
-        stored = [s for s in _flat(nest.body) if isinstance(s, Store)]
+        stored = [s for s in flat(nest.body) if isinstance(s, Store)]
         self.stored = list(dict.fromkeys(s.buffer for s in stored))
-        self.computes = {s.result: s for s in _flat(nest.body) if isinstance(s, (Load, Compute))}
 
     def __call__(self, memory: Env) -> None:
         for name in self.stored:
@@ -126,7 +116,7 @@ class _Nest:
 
         def body(step: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
             view = {**memory, **dict(zip(self.stored, buffers, strict=True))}
-            scope = _Scope({}, self._position(step, counts))
+            scope = Scope({}, self._position(step, counts))
             for statement in self.nest.body:
                 self._statement(statement, scope, view)
             return tuple(view[name] for name in self.stored)
@@ -144,7 +134,7 @@ class _Nest:
         return position
 
     # -- statements -------------------------------------------------------------------------------------------
-    def _statement(self, s: Any, scope: _Scope, memory: Env) -> None:
+    def _statement(self, s: Any, scope: Scope, memory: Env) -> None:
         if isinstance(s, Load):
             scope.values[s.result] = self._load(memory[s.buffer], s.type, scope.position)
         elif isinstance(s, Compute):
@@ -167,7 +157,7 @@ class _Nest:
             return array
         return jax.lax.dynamic_slice(array, starts, sizes)
 
-    def _store(self, s: Store, scope: _Scope, memory: Env) -> None:
+    def _store(self, s: Store, scope: Scope, memory: Env) -> None:
         buffer, array = self.program.buffer(s.buffer), memory[s.buffer]
         axes, position = buffer.type.axes, scope.position
         starts = [position[a] * self.axes[a].block if a in position else 0 for a in axes]
@@ -176,26 +166,21 @@ class _Nest:
             value = value + jax.lax.dynamic_slice(array, starts, value.shape)
         memory[s.buffer] = value if array.shape == value.shape else jax.lax.dynamic_update_slice(array, value, starts)
 
-    def _declare(self, s: OnlineReduction, scope: _Scope) -> None:
+    def _declare(self, s: OnlineReduction, scope: Scope) -> None:
         shape = [self._extent(a, scope) for a in s.type.axes]
-        for k, name in enumerate(s.results):
+        for name in s.results:
             empty = empty_value("sum" if s.monoid == "moments" else s.monoid, s.type.dtype)
             scope.values[name] = jnp.full(shape, empty)
-            del k
-
-    def _extent(self, axis: str, scope: _Scope) -> int:
-        """Size of a tile along an axis; the stream's axis counts as tiled inside it."""
-        return self.axes[axis].block if axis in scope.position else self.axes[axis].size
 
     # -- streams ----------------------------------------------------------------------------------------------
-    def _stream(self, stream: Stream, scope: _Scope, memory: Env) -> None:
+    def _stream(self, stream: Stream, scope: Scope, memory: Env) -> None:
         reductions = {n: d for d in self.nest.body if isinstance(d, OnlineReduction) for n in d.results}
         states = [n for s in stream.body if isinstance(s, Update) for n in s.results]
         stored = list(dict.fromkeys(s.buffer for s in stream.body if isinstance(s, Store)))
         axis = self.axes[stream.axis]
 
         def body(step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            inner = _Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position))
+            inner = Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position))
             inner.position[stream.axis] = step
             view = {**memory, **dict(zip(stored, carry[len(states) :], strict=True))}
             before = dict(inner.values)
@@ -216,7 +201,7 @@ class _Nest:
         memory.update(zip(stored, carry[len(states) :], strict=True))
 
     def _walk(
-        self, stream: Stream, axis: Axis, scope: _Scope, memory: Env, body: Any, carry: Any, states: list[str]
+        self, stream: Stream, axis: Axis, scope: Scope, memory: Env, body: Any, carry: Any, states: list[str]
     ) -> Any:
         found = visible_blocks(self.program, stream)
         if found is None or stream.skip is None or bool(found[1].all()):
@@ -236,7 +221,7 @@ class _Nest:
         rest = needs_all(skip, _cut(memory[skip.rows], buffer.type, self.program), buffer.type.dtype)
         return jax.lax.fori_loop(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
 
-    def _bounds(self, found: tuple[tuple[str, ...], np.ndarray], scope: _Scope) -> tuple[Any, Any]:
+    def _bounds(self, found: tuple[tuple[str, ...], np.ndarray], scope: Scope) -> tuple[Any, Any]:
         """First block that may be visible and the one after the last, at the position of the tiled loops."""
         tiled, visible = found
         low = np.where(visible.any(-1), visible.argmax(-1), 0).astype(np.int32)
@@ -244,9 +229,7 @@ class _Nest:
         index = tuple(scope.position.get(a, 0) for a in tiled)
         return jnp.asarray(low)[index], jnp.asarray(high)[index]
 
-    def _update(
-        self, s: Update, reductions: Env, scope: _Scope, before: Env, corrections: Env, axis: Axis
-    ) -> None:
+    def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Env, axis: Axis) -> None:
         declared: OnlineReduction = reductions[s.results[0]]
         valid = self._valid(declared.over, scope)
         if declared.monoid == "moments":
@@ -267,9 +250,9 @@ class _Nest:
             old = old * self._aligned(corrections[key], m_axes, declared.type.axes)
         scope.values[name] = old + share
 
-    def _share(self, s: Update, declared: OnlineReduction, scope: _Scope, valid: Any) -> Any:
+    def _share(self, s: Update, declared: OnlineReduction, scope: Scope, valid: Any) -> Any:
         """The tile's own part of a reduction."""
-        types = [self._type(a) for a in s.args]
+        types = [self.types[a] for a in s.args]
         args = [scope.values[a] for a in s.args]
         dtype = declared.type.dtype
         if valid is not None:
@@ -282,8 +265,8 @@ class _Nest:
             return self._dot(args, types, declared.type, None)
         return self._reduce(declared.monoid, args[0], types[0], declared.type.axes, dtype)
 
-    def _update_moments(self, s: Update, declared: OnlineReduction, scope: _Scope, valid: Any) -> None:
-        x, type_ = scope.values[s.args[0]], self._type(s.args[0])
+    def _update_moments(self, s: Update, declared: OnlineReduction, scope: Scope, valid: Any) -> None:
+        x, type_ = scope.values[s.args[0]], self.types[s.args[0]]
         over = [type_.axes.index(a) for a in declared.over]
         mask = None
         if valid is not None:
@@ -300,104 +283,3 @@ class _Nest:
         state = tuple(scope.values[n] for n in s.results)
         new = moments.combine(state, moments.lift(folded.astype(declared.type.dtype), -1, mask))
         scope.values.update(zip(s.results, new, strict=True))
-
-    def _valid(self, over: Sequence[str], scope: _Scope) -> dict[str, Any] | None:
-        """For each ragged tiled axis of a reduction: which elements of its block exist. None when all do."""
-        out = {}
-        for name in over:
-            axis = self.axes[name]
-            if axis.ragged and name in scope.position:
-                out[name] = scope.position[name] * axis.block + jnp.arange(axis.block) < axis.size
-        return out or None
-
-    def _masked(self, x: Any, type_: Type, valid: dict[str, Any], monoid: str) -> Any:
-        for name, inside in valid.items():
-            if name in type_.axes:
-                keep = self._aligned(inside, (name,), type_.axes)
-                x = jnp.where(keep, x, jnp.asarray(empty_value(monoid, x.dtype)))
-        return x
-
-    # -- values -----------------------------------------------------------------------------------------------
-    def _type(self, name: str) -> Type:
-        if name in self.computes:
-            return self.computes[name].type
-        declared = next(d for d in _flat(self.nest.body) if isinstance(d, OnlineReduction) and name in d.results)
-        return declared.type
-
-    def _aligned(self, x: Any, axes: Sequence[str], target: Sequence[str]) -> Any:
-        """x with a dimension of one for every axis of `target` that it does not vary along."""
-        if tuple(axes) == tuple(target) or not axes:
-            return x
-        return x.reshape([x.shape[axes.index(a)] if a in axes else 1 for a in target])
-
-    def _compute(self, s: Compute, scope: _Scope) -> Any:
-        target = s.type.axes
-        if s.op == "constant":
-            return jnp.asarray(s.param("value"), s.type.dtype)
-        if s.op == "iota":
-            (name,) = target
-            return self._indices(name, scope).astype(s.type.dtype)
-        if s.op == "bits":
-            return self._bits(s, scope)
-        types = [self._type(a) for a in s.args]
-        args = [scope.values[a] for a in s.args]
-        if s.op == "dot" or s.op.startswith("reduce_"):
-            return self._contraction(s, args, types, scope)
-        args = [self._aligned(x, t.axes, target) for x, t in zip(args, types, strict=True)]
-        if s.op == "shifted_exp":
-            return shifted_exp(args[0], args[1], s.param("base"))
-        return self._pointwise(s, args)
-
-    def _pointwise(self, s: Compute, args: list[Any]) -> Any:
-        """Operations of `jax.lax` want equal shapes, but for scalars in some places: all are broadcast."""
-        if len(args) > 1:
-            args = list(jnp.broadcast_arrays(*args))
-        out = POINTWISE[s.op](*args, **dict(s.params))
-        return out if str(out.dtype) == s.type.dtype else out.astype(s.type.dtype)
-
-    def _contraction(self, s: Compute, args: list[Any], types: list[Type], scope: _Scope) -> Any:
-        valid = self._valid(s.param("over"), scope)
-        monoid = {"reduce_max": "max", "reduce_min": "min"}.get(s.op, "sum")
-        if valid is not None:
-            args = [self._masked(x, t, valid, monoid) for x, t in zip(args, types, strict=True)]
-        if s.op == "dot":
-            return self._dot(args, types, s.type, s.param("precision"))
-        return self._reduce(monoid, args[0], types[0], s.type.axes, s.type.dtype)
-
-    def _reduce(self, monoid: str, x: Any, type_: Type, target: Sequence[str], dtype: str) -> Any:
-        over = tuple(k for k, a in enumerate(type_.axes) if a not in target)
-        if monoid == "sum":
-            return jnp.sum(x, axis=over, dtype=dtype)
-        return (jnp.max if monoid == "max" else jnp.min)(x, axis=over).astype(dtype)
-
-    def _dot(self, args: list[Any], types: list[Type], target: Type, precision: str | None) -> Any:
-        letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
-        terms = ["".join(letters[a] for a in t.axes) for t in types]
-        formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
-        chosen = None if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
-        if chosen is not None and len(chosen) == 1:
-            chosen = chosen[0]
-        return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
-
-    def _indices(self, name: str, scope: _Scope) -> Any:
-        start = scope.position[name] * self.axes[name].block if name in scope.position else 0
-        return start + jnp.arange(self._extent(name, scope))
-
-    def _bits(self, s: Compute, scope: _Scope) -> Any:
-        """Bits of the elements of this tile, by their flat position in the whole array."""
-        sizes, axes = s.param("shape"), s.param("axes")
-        flat: Any = jnp.zeros((), jnp.uint32)
-        for k, name in enumerate(axes):
-            stride = math.prod(sizes[k + 1 :])
-            index = self._aligned(self._indices(name, scope).astype(jnp.uint32), (name,), s.type.axes)
-            flat = flat + index * np.uint32(stride)
-        return random_bits(scope.values[s.args[0]], flat)
-
-
-def _flat(body: Sequence[Any]) -> list[Any]:
-    out: list[Any] = []
-    for s in body:
-        out.append(s)
-        if isinstance(s, Stream):
-            out += _flat(s.body)
-    return out

@@ -57,9 +57,7 @@ class Rescaled:
         """One tile: scores ``x[..., j]`` and weights ``w[..., j]`` or ``w[..., j, e]``."""
         m = jnp.max(x, axis=-1)
         p = shifted_exp(x, m[..., None], self.base)
-        sums = (
-            jnp.sum(p * w, axis=-1) if w.ndim == x.ndim else jnp.einsum("...j,...je->...e", p, w) for w in weights
-        )
+        sums = (jnp.sum(p * w, axis=-1) if w.ndim == x.ndim else jnp.einsum("...j,...je->...e", p, w) for w in weights)
         return (m, *sums)
 
     def combine(self, a: State, b: State) -> State:

@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 #: Primitives of the same name in `jax.lax` that are functions of each element and have no parameters that matter.
-_PLAIN = (
-    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt igamma is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow "
-    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
-    "tanh xor"
-).split()
+_PLAIN = _words(
+    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc "
+    "exp exp2 expm1 floor ge gt igamma is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not "
+    "or pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
+    "square sub tan tanh xor"
+)
 
 #: Parameters that are part of what an operation computes. Others must have their default.
 PARAMETERS: dict[str, tuple[str, ...]] = {

@@ -1,9 +1,9 @@
 """Which blocks of a stream can be left out, and when that is exact.
 
 Masked scores are a constant `fill`. Where a mask is computed from positions alone, whole blocks are known to hold
-nothing else; such a block adds nothing to sums of ``exp(x - r)`` as long as ``exp(fill - r)`` is zero. `find_skip` proves
-that every update and store of a stream is zero there; `visible_blocks` evaluates the mask, block by block, in interval
-arithmetic.
+nothing else; such a block adds nothing to sums of ``exp(x - r)`` as long as ``exp(fill - r)`` is zero. `find_skip`
+proves that every update and store of a stream is zero there; `visible_blocks` evaluates the mask, block by block, in
+interval arithmetic.
 """
 
 from __future__ import annotations
@@ -203,7 +203,10 @@ _INTERVALS: dict[str, Any] = {
     "neg": lambda a: (-a[1], -a[0]),
     "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
     "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "abs": lambda a: (np.where((a[0] <= 0) & (a[1] >= 0), 0, np.minimum(abs(a[0]), abs(a[1]))), np.maximum(abs(a[0]), abs(a[1]))),
+    "abs": lambda a: (
+        np.where((a[0] <= 0) & (a[1] >= 0), 0, np.minimum(abs(a[0]), abs(a[1]))),
+        np.maximum(abs(a[0]), abs(a[1])),
+    ),
     "ge": _compare(lambda a, b: (a[0] >= b[1], a[1] >= b[0])),
     "gt": _compare(lambda a, b: (a[0] > b[1], a[1] > b[0])),
     "le": _compare(lambda a, b: (a[1] <= b[0], a[0] <= b[1])),
@@ -219,7 +222,7 @@ _INTERVALS: dict[str, Any] = {
 
 
 def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """Which blocks of a stream may hold something visible: ``(tiled axes, bool[blocks of those..., blocks of stream])``.
+    """Which blocks of a stream may hold something visible: ``(tiled axes, bool[their blocks..., blocks of stream])``.
 
     None when the stream skips nothing. An answer of True may be too careful, an answer of False never wrong.
     """

@@ -8,15 +8,9 @@ import math
 from typing import Any
 
 import mcir
+from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
-
-from aicf_jax import _compat
-from aicf_jax.ops import FusedOp
-
-
-def _names(op: FusedOp) -> list[str]:
-    return []
 
 
 @functools.lru_cache(maxsize=512)
@@ -51,7 +45,7 @@ def _results(op: FusedOp, xs: Any) -> list[Any]:
 
 
 def _derived(op: FusedOp, f: Any, name: str) -> Derived:
-    derived = from_graph(mcir.trace(f, *op.in_avals), name, _names(op))
+    derived = from_graph(mcir.trace(f, *op.in_avals), name)
     return dataclasses.replace(derived, program=scheduled(derived.program))
 
 
@@ -81,6 +75,3 @@ def moved_bytes(op: FusedOp) -> int:
     from aicf_jax.select import nbytes
 
     return sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
-
-
-del _compat

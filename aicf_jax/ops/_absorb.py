@@ -1,16 +1,15 @@
-"""Taking in what is cheaper to compute again than to read: masks and random bits from positions, keys, small vectors."""
+"""Taking in what is cheaper to compute again than to read: masks from positions or small vectors, random bits."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from mcir.graph import streams_bits
-from mcir.operations import POINTWISE
-
 from aicf_jax.flags import OpFlags
 from aicf_jax.graph import Graph
 from aicf_jax.pattern import Match
+from mcir.operations import POINTWISE
+from mcir.read import streams_bits
 
 #: More nodes than this are not taken in.
 _NODES = 96

@@ -141,7 +141,7 @@ def _exponential(op: FusedOp, x: Any, m: Any) -> Any:
 
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """``(results, [m, l])``: the row maximum of X and ``l = sum_j exp(a (x_j - m))``, in float32 or wider."""
-    n, axis = len(op.in_avals), op.blob["axis"]
+    axis = op.blob["axis"]
     x, mask = _scores_and_mask(op, inputs)
     x = _wide(x, mask)
     m = jnp.max(x, axis=axis)
@@ -149,18 +149,15 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     if not op.blob["guarded"]:
         # inf - inf: an infinite score makes its whole row NaN.
         total = jnp.where(m == jnp.inf, jnp.nan, total)
-    del n
     return [evaluate(op, inputs, s, {}) for s in op.results], [m, total]
 
 
 def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
     """P from the scores, recomputed, and the log-sum-exp of each row."""
-    _, step = _softmax_step(op)
     x, mask = _scores_and_mask(op, inputs)
     p = _exponential(op, _wide(x, mask), m) * jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
         p = jnp.where(mask, p, 0)
-    del step
     return p
 
 
@@ -169,7 +166,7 @@ def cotangent(
 ) -> list[Any]:
     """See the module's docstring. X and P are computed again; no array of their size is kept."""
     k, step = _softmax_step(op)
-    axis, slot = op.blob["axis"], len(op.in_avals) + k
+    slot = len(op.in_avals) + k
     chosen = [inputs[i] for i in wanted]
 
     def given(xs: Sequence[Any]) -> list[Any]:
@@ -190,7 +187,6 @@ def cotangent(
     if op.blob["base"] != 1.0:
         dx = dx * jnp.asarray(op.blob["base"], dx.dtype)
     through = pull_scores(dx.astype(x.dtype))
-    del axis
     return [a + b for a, b in zip(through, direct, strict=True)]
 
 
@@ -219,7 +215,6 @@ def region_graph(op: FusedOp) -> Any:
     """The computation graph of the operation, with P and the result as its outputs."""
     k, _ = _softmax_step(op)
     slot = len(op.in_avals) + k
-    n = len(op.in_avals)
 
     def f(*inputs: Any) -> tuple[Any, Any]:
         slots = list(inputs)
@@ -227,7 +222,6 @@ def region_graph(op: FusedOp) -> Any:
             slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
         return slots[slot], slots[op.results[0]]
 
-    del n
     return mcir.trace(f, *op.in_avals)
 
 

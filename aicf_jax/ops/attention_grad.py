@@ -1,7 +1,7 @@
 """``attention_grad``: the derived backward of `attention` as one operation.
 
-Its equations are what `ops.attention.cotangent` traces to: the scores and weights computed again from the inputs and the
-log-sum-exp of each row, the gradients of everything that enters. A kernel for it is one more way to run them.
+Its equations are what `ops.attention.cotangent` traces to: the scores and weights computed again from the inputs and
+the log-sum-exp of each row, the gradients of everything that enters. A kernel for it is one more way to run them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,4 @@ def _unfused_bytes(op: FusedOp, platform: str) -> int:
     return outside + sum(2 * nbytes(a) for a in avals if nbytes(a) > cache)
 
 
-OP = SemanticOp(
-    "attention_grad", SCHEMA, _attributes, _requirements, any_operands=True, unfused_bytes=_unfused_bytes
-)
+OP = SemanticOp("attention_grad", SCHEMA, _attributes, _requirements, any_operands=True, unfused_bytes=_unfused_bytes)

@@ -1,0 +1,138 @@
+"""Values of one tile in `mcir.lower_jax`: arrays whose dimensions are their axes in the program's order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mcir.ir import Compute, Load, OnlineReduction, Program, Stream, Tile, Type
+from mcir.operations import POINTWISE, empty_value, random_bits, shifted_exp
+
+Env = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Scope:
+    """Values on chip and the position of the loops: axis -> index of its block."""
+
+    values: Env
+    position: Env
+
+
+class Tiles:
+    """How the values of a nest's tile are computed."""
+
+    def __init__(self, program: Program, nest: Tile):
+        self.program, self.nest = program, nest
+        self.axes = {a.name: a for a in program.axes}
+        self.types: dict[str, Type] = {}
+        for s in flat(nest.body):
+            if isinstance(s, (Load, Compute)):
+                self.types[s.result] = s.type
+            elif isinstance(s, OnlineReduction):
+                self.types.update(dict.fromkeys(s.results, s.type))
+
+    def _extent(self, axis: str, scope: Scope) -> int:
+        """Size of a tile along an axis; the stream's axis counts as tiled inside it."""
+        return self.axes[axis].block if axis in scope.position else self.axes[axis].size
+
+    def _valid(self, over: Sequence[str], scope: Scope) -> dict[str, Any] | None:
+        """For each ragged tiled axis of a reduction: which elements of its block exist. None when all do."""
+        out = {}
+        for name in over:
+            axis = self.axes[name]
+            if axis.ragged and name in scope.position:
+                out[name] = scope.position[name] * axis.block + jnp.arange(axis.block) < axis.size
+        return out or None
+
+    def _masked(self, x: Any, type_: Type, valid: dict[str, Any], monoid: str) -> Any:
+        for name, inside in valid.items():
+            if name in type_.axes:
+                keep = self._aligned(inside, (name,), type_.axes)
+                x = jnp.where(keep, x, jnp.asarray(empty_value(monoid, x.dtype)))
+        return x
+
+    def _aligned(self, x: Any, axes: Sequence[str], target: Sequence[str]) -> Any:
+        """X with a dimension of one for every axis of `target` that it does not vary along."""
+        if tuple(axes) == tuple(target) or not axes:
+            return x
+        return x.reshape([x.shape[axes.index(a)] if a in axes else 1 for a in target])
+
+    def _compute(self, s: Compute, scope: Scope) -> Any:
+        target = s.type.axes
+        if s.op == "constant":
+            return jnp.asarray(s.param("value"), s.type.dtype)
+        if s.op == "iota":
+            (name,) = target
+            return self._indices(name, scope).astype(s.type.dtype)
+        if s.op == "bits":
+            return self._bits(s, scope)
+        types = [self.types[a] for a in s.args]
+        args = [scope.values[a] for a in s.args]
+        if s.op == "dot" or s.op.startswith("reduce_"):
+            return self._contraction(s, args, types, scope)
+        args = [self._aligned(x, t.axes, target) for x, t in zip(args, types, strict=True)]
+        if s.op == "shifted_exp":
+            return shifted_exp(args[0], args[1], s.param("base"))
+        return self._pointwise(s, args)
+
+    def _pointwise(self, s: Compute, args: list[Any]) -> Any:
+        """Operations of `jax.lax` want equal shapes, but for scalars in some places: all are broadcast."""
+        if len(args) > 1:
+            args = list(jnp.broadcast_arrays(*args))
+        out = POINTWISE[s.op](*args, **dict(s.params))
+        return out if str(out.dtype) == s.type.dtype else out.astype(s.type.dtype)
+
+    def _contraction(self, s: Compute, args: list[Any], types: list[Type], scope: Scope) -> Any:
+        valid = self._valid(s.param("over"), scope)
+        monoid = {"reduce_max": "max", "reduce_min": "min"}.get(s.op, "sum")
+        if valid is not None:
+            args = [self._masked(x, t, valid, monoid) for x, t in zip(args, types, strict=True)]
+        if s.op == "dot":
+            return self._dot(args, types, s.type, s.param("precision"))
+        return self._reduce(monoid, args[0], types[0], s.type.axes, s.type.dtype)
+
+    def _reduce(self, monoid: str, x: Any, type_: Type, target: Sequence[str], dtype: str) -> Any:
+        over = tuple(k for k, a in enumerate(type_.axes) if a not in target)
+        if monoid == "sum":
+            return jnp.sum(x, axis=over, dtype=dtype)
+        return (jnp.max if monoid == "max" else jnp.min)(x, axis=over).astype(dtype)
+
+    def _dot(self, args: list[Any], types: list[Type], target: Type, precision: str | None) -> Any:
+        letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
+        terms = ["".join(letters[a] for a in t.axes) for t in types]
+        formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
+        chosen = None if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
+        if chosen is not None and len(chosen) == 1:
+            chosen = chosen[0]
+        return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
+
+    def _indices(self, name: str, scope: Scope) -> Any:
+        start = scope.position[name] * self.axes[name].block if name in scope.position else 0
+        return start + jnp.arange(self._extent(name, scope))
+
+    def _bits(self, s: Compute, scope: Scope) -> Any:
+        """Bits of the elements of this tile, by their flat position in the whole array."""
+        sizes, axes = s.param("shape"), s.param("axes")
+        flat: Any = jnp.zeros((), jnp.uint32)
+        for k, name in enumerate(axes):
+            stride = math.prod(sizes[k + 1 :])
+            index = self._aligned(self._indices(name, scope).astype(jnp.uint32), (name,), s.type.axes)
+            flat = flat + index * np.uint32(stride)
+        return random_bits(scope.values[s.args[0]], flat)
+
+
+def flat(body: Sequence[Any]) -> list[Any]:
+    """Every statement, streams before their bodies."""
+    out: list[Any] = []
+    for s in body:
+        out.append(s)
+        if isinstance(s, Stream):
+            out += flat(s.body)
+    return out
