@@ -75,6 +75,23 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trainers():
+    """Runs with the same `fuse` share one compiled trainer."""
+    made = {}
+
+    def trainer(config, applies, states, *data):
+        key = type(applies["fused"].__self__)
+        if key not in made:
+            made[key] = train.Trainer(config, applies, states, *data)
+        made[key].states, made[key].history = states, train.History()
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "Trainer", trainer)
+        yield
+
+
 @pytest.fixture(scope="module")
 def variables(text):
     """Initial variables of the small model."""
