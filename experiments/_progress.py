@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 
 
 class Progress:
-    """Counts finished steps of `total`.
+    """Counts finished steps of `total`, of which `done` were finished by an earlier run.
 
         with Progress("suite", total=2, console=console) as progress:
             progress.start("mlp")                   # shown while it runs
@@ -22,12 +22,19 @@ class Progress:
     Lasting lines are printed in both forms, so the log of a run holds what its terminal showed.
     """
 
-    def __init__(self, title: str, total: int, console: Console, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        done: int = 0,
+    ):
         self._title = title
         self._total = total
         self._console = console
         self._clock = clock
-        self._done = 0
+        self._done = done
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Progress:
@@ -36,7 +43,7 @@ class Progress:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = RichProgress(*columns, console=self._console, transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(escape(self._title), total=self._total)
+            self._task = self._bar.add_task(escape(self._title), total=self._total, completed=self._done)
         return self
 
     def start(self, step: str) -> None:
@@ -51,6 +58,12 @@ class Progress:
         self.note(f"{self._title} {self._done}/{self._total} {elapsed_s:5.0f} s  {step}: {result}")
         if self._bar is not None:
             self._bar.advance(self._task)
+
+    def advance(self, step: str) -> None:
+        """Counts one step of many without a line of its own, and shows `step` as the one that runs now."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=escape(f"{self._title}: {step}"))
 
     def note(self, text: str) -> None:
         """Prints a lasting line that is no step: a file set aside, steps kept from an earlier run."""

@@ -41,10 +41,13 @@ def parser(found: dict[str, Study]) -> argparse.ArgumentParser:
         f"time for the whole run, compiling included (default: {BUDGET_S:.0f}, quick {QUICK_BUDGET_S:.0f}); "
         "every program gets its fewest pairs even when it is used up"
     )
+    programs_help = "only these programs of the suite, or baselines of the attention study"
+    lengths_help = "only these sequence lengths of the attention study"
     fuse_help = "what to compare with plain jit; identity shows the noise of the measurement (default: %(default)s)"
     result.add_argument("study", nargs="?", default="all", choices=names, help="what to run (default: all)")
-    result.add_argument("--programs", nargs="+", metavar="NAME", help="only these programs of the suite")
-    result.add_argument("--modes", nargs="+", metavar="MODE", help="only these modes: forward, value_and_grad")
+    result.add_argument("--programs", nargs="+", metavar="NAME", help=programs_help)
+    result.add_argument("--modes", nargs="+", metavar="MODE", help="only these modes, such as forward")
+    result.add_argument("--lengths", nargs="+", type=int, metavar="N", help=lengths_help)
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for JSON and PNG: %(default)s")
     result.add_argument("--budget", type=_positive, metavar="SECONDS", help=budget_help)
     result.add_argument("--quick", action="store_true", help="small sizes and few pairs: does it run, not how fast")
@@ -94,6 +97,7 @@ def context_of(options: argparse.Namespace, console: Console) -> Context:
         deadline_s=0.0,
         programs=tuple(options.programs) if options.programs else None,
         modes=tuple(options.modes) if options.modes else None,
+        lengths=tuple(options.lengths) if options.lengths else None,
         scale=scale,
         seed=seed,
         quick=quick,
@@ -114,10 +118,15 @@ def run_all(chosen: Sequence[Study], context: Context, budget_s: float) -> list[
 
 
 def verdict(outcomes: Sequence[Outcome], check: bool, console: Console) -> int:
-    """Prints the files, and bars missed, by name; 1 when something failed or, with `check`, a bar is missed."""
+    """Prints the files, goals, and bars not decided and missed, by name.
+
+    Returns 1 when something failed or, with `check`, a bar is missed; otherwise 0.
+    """
     for outcome in outcomes:
         for path in outcome.files:
             console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    for line in [line for outcome in outcomes for line in outcome.goals]:
+        console.print(f"goal: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in [line for outcome in outcomes for line in outcome.undecided]:
         console.print(f"not decided: {line}", markup=False, highlight=False, soft_wrap=True)
     missed = [line for outcome in outcomes for line in outcome.missed]
@@ -147,6 +156,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     # the heaviest first: what overruns its share (a busy machine) then takes from the smaller part
     by_weight = sorted(found.values(), key=lambda study: -study.weight)
     chosen = by_weight if options.study == "all" else [found[options.study]]
+    if options.study == "all" and (options.programs or options.modes):
+        # their names belong to the suite; the attention study, with names of its own, has to be asked for
+        chosen = [study for study in chosen if study.name != "attention"]
     try:
         context = context_of(options, console)
         items = {study.name: study.items(context) for study in chosen}

@@ -33,17 +33,18 @@ PAIRS_PER_LOOK = 8
 class Sampling:
     """When to stop: interval of the median narrower than `tolerance`, or `max_pairs`, or the time given to a program.
 
-    `min_pairs` are taken in any case. Raises ValueError unless 8 <= min_pairs <= max_pairs and tolerance > 0 (fewer
-    than 8 pairs hardly give a 95 % interval).
+    `min_pairs` are taken in any case, after `warm_calls` of each program that are not counted. Raises ValueError unless
+    8 <= min_pairs <= max_pairs, tolerance > 0 and warm_calls >= 0 (fewer than 8 pairs hardly give a 95 % interval).
     """
 
     tolerance: float = 0.02
     min_pairs: int = 16
     max_pairs: int = 2000
+    warm_calls: int = WARM_CALLS
 
     def __post_init__(self) -> None:
-        if not 8 <= self.min_pairs <= self.max_pairs or self.tolerance <= 0:
-            raise ValueError(f"need 8 <= min_pairs <= max_pairs and tolerance > 0, found {self}")
+        if not 8 <= self.min_pairs <= self.max_pairs or self.tolerance <= 0 or self.warm_calls < 0:
+            raise ValueError(f"need 8 <= min_pairs <= max_pairs, tolerance > 0 and warm_calls >= 0, found {self}")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,15 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program compiled ahead of time: `run(*args)`, its text and what it cost to make."""
+    """A program compiled ahead of time: `run(*args)`, its text and what it cost to make.
+
+    `temporaries_bytes` is None for a program of another framework, which does not report them.
+    """
 
     run: Callable[..., Any]
     hlo: str
     compile_s: float
-    temporaries_bytes: int
+    temporaries_bytes: int | None
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
@@ -108,7 +112,7 @@ def sample_pairs(
     waits outside: a collection would hit whichever of them it falls on.
     """
     pairs: list[tuple[int, int]] = []
-    for _ in range(WARM_CALLS):
+    for _ in range(sampling.warm_calls):
         baseline()
         candidate()
     deadline_ns = clock_ns() + round(seconds * 1e9)
@@ -182,33 +186,53 @@ def measure(
 
     Returns the JSON entry of the suite. Times are medians of single calls; the ratio is of pairs, not of medians.
     """
-    start = time.perf_counter()
+    deadline_s = time.perf_counter() + seconds
     unfused = compile_ahead(step(program, target, mode), args)
     fused = compile_ahead(step(program, fuser.fuse(target), mode), args)
+    entry = measure_pair(unfused, fused, args, program.tolerance, sampling, deadline_s)
+    return {**entry, "fusions": fuser.fusions(target, args)}
+
+
+def measure_pair(
+    unfused: Compiled, fused: Compiled, args: tuple[Any, ...], tolerance: float, sampling: Sampling, deadline_s: float
+) -> dict[str, Any]:
+    """Compares two compiled programs on the same arguments until `deadline_s` of `time.perf_counter`.
+
+    Returns an entry without its fusions: the ratio of paired times, both sides, and whether their results agree to
+    `tolerance` (see `compare.relative_difference`).
+    """
     difference = relative_difference(unfused.run(*args), fused.run(*args))
-    left_s = max(0.0, seconds - (time.perf_counter() - start))
     pairs, stopped = sample_pairs(
         lambda: jax.block_until_ready(unfused.run(*args)),
         lambda: jax.block_until_ready(fused.run(*args)),
         sampling,
-        left_s,
+        max(0.0, deadline_s - time.perf_counter()),
     )
     return {
         "ratio": asdict(summarize(pairs, stopped)),
         "identical_program": canonical_hlo(unfused.hlo) == canonical_hlo(fused.hlo),
-        "unfused": _side(unfused, [baseline for baseline, _ in pairs]),
-        "fused": _side(fused, [candidate for _, candidate in pairs]),
-        # JSON has no infinity: None stands for trees, dtypes or non-finite places that differ
-        "max_relative_difference": difference if math.isfinite(difference) else None,
-        "tolerance": program.tolerance,
-        "agrees": difference <= program.tolerance,
-        "fusions": fuser.fusions(target, args),
+        "unfused": side(unfused, [baseline for baseline, _ in pairs]),
+        "fused": side(fused, [candidate for _, candidate in pairs]),
+        **agreement(difference, tolerance),
     }
 
 
-def _side(compiled: Compiled, times_ns: Sequence[int]) -> dict[str, Any]:
+def agreement(difference: float, tolerance: float) -> dict[str, Any]:
+    """The part of an entry that says how far two results lie apart.
+
+    JSON has no infinity: None stands for trees, dtypes or non-finite places that differ.
+    """
     return {
-        "median_ns": int(statistics.median(times_ns)),
+        "max_relative_difference": difference if math.isfinite(difference) else None,
+        "tolerance": tolerance,
+        "agrees": difference <= tolerance,
+    }
+
+
+def side(compiled: Compiled, times_ns: Sequence[int]) -> dict[str, Any]:
+    """One program of an entry; `median_ns` is None where it was compiled but not run."""
+    return {
+        "median_ns": int(statistics.median(times_ns)) if times_ns else None,
         "compile_s": round(compiled.compile_s, 4),
         "temporaries_bytes": compiled.temporaries_bytes,
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ class Context:
     """One run: options, the fuser, where results go, and the time allowed.
 
     `deadline_s` is on the clock of `time.perf_counter`; `config` is what decides whether results can be continued.
-    `programs` and `modes` are None for all.
+    `programs`, `modes` and `lengths` are None for all.
     """
 
     fuser: Fuser
@@ -29,6 +29,7 @@ class Context:
     deadline_s: float
     programs: tuple[str, ...] | None = None
     modes: tuple[str, ...] | None = None
+    lengths: tuple[int, ...] | None = None
     scale: float = 1.0
     seed: int = 0
     quick: bool = False
@@ -42,10 +43,14 @@ class Context:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study found: bars missed, bars within the noise, and steps that failed, in words; the files it wrote."""
+    """What a study found, in words: bars missed, bars not decided, goals, steps that failed; and the files it wrote.
+
+    A goal is a bar of later work: it is told and never missed.
+    """
 
     missed: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
+    goals: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
 
@@ -68,9 +73,13 @@ class Study:
             raise ValueError(f"weight of {self.name} must be positive, found {self.weight}")
 
 
-def choose(available: dict[str, Any], wanted: tuple[str, ...] | None, what: str) -> list[str]:
+Name = TypeVar("Name", str, int)
+
+
+def choose(available: Iterable[Name], wanted: tuple[Name, ...] | None, what: str) -> list[Name]:
     """The names in `wanted` (all when None) in the order of `available`. Raises ValueError for an unknown name."""
+    available = list(available)
     unknown = sorted(set(wanted or ()) - set(available))
     if unknown:
-        raise ValueError(f"unknown {what} {', '.join(unknown)}; there are {', '.join(available)}")
+        raise ValueError(f"unknown {what} {', '.join(map(str, unknown))}; there are {', '.join(map(str, available))}")
     return [name for name in available if wanted is None or name in wanted]

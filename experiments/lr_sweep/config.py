@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
+
+from experiments._arguments import ConfigError, check_count, check_positive, is_number
 
 INPUTS = ("standardized", "unit", "unscaled")
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -15,14 +15,6 @@ ACTIVATIONS = ("relu", "gelu")
 LOSSES = ("squared_error", "cross_entropy")
 DEFAULT_LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 TRAIN_EXAMPLES = 1437  # four fifths of the 1797 bundled digits; data.py splits there
-
-
-class ConfigError(ValueError):
-    """An argument is unusable: the message names it, what was expected, what was found and what to do."""
-
-    def __init__(self, argument: str, expected: str, found: object, remedy: str):
-        self.argument, self.reason = argument, f"expected {expected}, found {found!r}; {remedy}"
-        super().__init__(f"{argument}: {self.reason}")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -84,7 +76,7 @@ class SweepConfig:
     def __post_init__(self):
         rates = _as_tuple("learning_rates", self.learning_rates)
         for rate in rates:
-            _check_positive("learning_rates", rate, "positive finite numbers", "leave it out")
+            check_positive("learning_rates", rate, "positive finite numbers", "leave it out")
         object.__setattr__(self, "learning_rates", tuple(sorted(float(rate) for rate in rates)))
         for name, known in (("optimizers", OPTIMIZERS), ("dtypes", DTYPES), ("inputs", INPUTS)):
             chosen = _as_tuple(name, getattr(self, name))
@@ -94,24 +86,24 @@ class SweepConfig:
         _check_choice("activation", self.activation, ACTIVATIONS)
         _check_choice("loss", self.loss, LOSSES)
         self._check_counts()
-        _check_positive("init_scale", self.init_scale, "a positive finite number", "flax's own default is 1.0")
-        _check_positive("blow_up", self.blow_up, "a finite factor above 1", "1000 is the default", above=1.0)
-        if not (_is_number(self.momentum) and 0.0 <= self.momentum < 1.0):
+        check_positive("init_scale", self.init_scale, "a positive finite number", "flax's own default is 1.0")
+        check_positive("blow_up", self.blow_up, "a finite factor above 1", "1000 is the default", above=1.0)
+        if not (is_number(self.momentum) and 0.0 <= self.momentum < 1.0):
             raise ConfigError("momentum", "a number in [0, 1)", self.momentum, "0.9 is the default")
 
     def _check_counts(self):
         """Whole numbers and their ranges."""
         hidden = _as_tuple("hidden", self.hidden, distinct=False)
         for width in hidden:
-            _check_count("hidden", width, 1, None, "widths of the hidden layers, such as (128, 64)")
+            check_count("hidden", width, 1, None, "widths of the hidden layers, such as (128, 64)")
         object.__setattr__(self, "hidden", hidden)
-        _check_count("steps", self.steps, 1, None, "400 is the default")
-        _check_count("seed", self.seed, 0, 2**32 - 1, "any number in that range will do")
-        _check_count("batch_size", self.batch_size, 2, TRAIN_EXAMPLES, "128 is the default")
+        check_count("steps", self.steps, 1, None, "400 is the default")
+        check_count("seed", self.seed, 0, 2**32 - 1, "any number in that range will do")
+        check_count("batch_size", self.batch_size, 2, TRAIN_EXAMPLES, "128 is the default")
         if self.batch_size % 2:
             remedy = f"the gradient check halves each batch: try {self.batch_size - 1}"
             raise ConfigError("batch_size", "an even number", self.batch_size, remedy)
-        _check_count("gradient_steps", self.gradient_steps, 1, self.steps, "it cannot exceed steps")
+        check_count("gradient_steps", self.gradient_steps, 1, self.steps, "it cannot exceed steps")
 
     def cells(self) -> tuple[Cell, ...]:
         """Cells in the order they are trained: inputs innermost, because those share compiled programs."""
@@ -131,10 +123,6 @@ def quick() -> SweepConfig:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _as_tuple(argument: str, values: Sequence, distinct: bool = True) -> tuple:
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
         raise ConfigError(argument, "a non-empty sequence", values, "name at least one")
@@ -146,15 +134,3 @@ def _as_tuple(argument: str, values: Sequence, distinct: bool = True) -> tuple:
 def _check_choice(argument: str, value: object, known: tuple[str, ...]):
     if value not in known:
         raise ConfigError(argument, f"one of {', '.join(known)}", value, "check the spelling")
-
-
-def _check_positive(argument: str, value: Any, expected: str, remedy: str, above: float = 0.0):
-    if not _is_number(value) or value <= above:
-        raise ConfigError(argument, expected, value, remedy)
-
-
-def _check_count(argument: str, value: object, low: int, high: int | None, remedy: str):
-    valid = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
-    if not valid:
-        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise ConfigError(argument, expected, value, remedy)
