@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aicf_jax import _compat
@@ -134,6 +134,7 @@ def linearize(graph: Graph, fused_eqns: dict[int, Any]) -> ExecPlan:
         items.append(Item(node.covers[0], eqn))
     results = [graph.values[v].atom for v in graph.results]
     needed = _needed(items, results, {v for eqn in fused_eqns.values() for v in eqn.outvars})
+    covered.update(_read_inside(graph, fused_eqns.values()))
     calls = _whole_calls(graph, covered)
     return ExecPlan(
         tuple(_ordered(list(_emitted(graph, needed, calls)))),
@@ -161,6 +162,15 @@ def _needed(items: Sequence[Item], results: Sequence[Any], replaced: set[Any]) -
         kept[id(item)] = item
         todo.extend(producer[id(v)] for v in item.reads if id(v) in producer)
     return sorted(kept.values(), key=lambda item: item.position)
+
+
+def _read_inside(graph: Graph, fused: Iterable[Any]) -> Iterator[int]:
+    """Positions of equations inside seen-through calls whose values fused operations read but the calls do not give."""
+    read = {id(v) for eqn in fused for v in eqn.invars}
+    for position, flat in enumerate(graph.equations):
+        mine = [v for v in flat.eqn.outvars if id(v) in read]
+        if mine and not {id(v) for v in mine} <= {id(v) for v in graph.program.eqns[flat.top].outvars}:
+            yield position
 
 
 def _whole_calls(graph: Graph, covered: set[int]) -> set[int]:

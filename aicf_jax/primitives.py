@@ -116,7 +116,9 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
         batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
-        return out, [0] * len(out)
+        # What does not depend on a batched operand is not batched: the log-sum-exp where only V is.
+        before = [*op.out_avals, *(autodiff.saved_avals(op)[len(op.out_avals) :] if residual else ())]
+        return out, [0 if x.ndim > a.ndim else None for x, a in zip(out, before, strict=True)]
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
     return out, [0] * len(out)
 

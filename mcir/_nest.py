@@ -7,6 +7,7 @@ of the sum waits for the next phase, where the stream starts over and recomputes
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from mcir._reductions import Kind, Reductions
@@ -80,6 +81,9 @@ class Nest(Reductions):
         for v in ready:
             self.inside.append(Store(self.targets[v], self._inner_value(v), self._accumulates(v)))
         skip = self._skip(updated, ready) if phase == 0 else None
+        if skip is not None:
+            # Blocks that are left out keep the zero their buffer starts with.
+            self.inside = [dataclasses.replace(s, accumulate=True) if isinstance(s, Store) else s for s in self.inside]
         stream = Stream(self.site.axis_name[self.stream or ""], tuple(self.inside), skip)
         self.body += [*declared, stream]
         states = {r: state for r, state, _ in finals}

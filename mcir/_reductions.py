@@ -42,7 +42,7 @@ class Reductions(Values):
         if isinstance(form, Exp):
             over = value.param("over")
             rows = [q for q, _ in (*form.rows, *form.factors)]
-            if any(set(self.graph.values[q].axes) & set(over) for q in rows):
+            if set(over) & set(self.loops) or any(set(self.graph.values[q].axes) & set(over) for q in rows):
                 return None
             return "exp", form, bad[0]
         if (
@@ -62,6 +62,8 @@ class Reductions(Values):
         if kind == "moments":
             assert isinstance(form, Squared)
             return self._moments(form.x, over, value)
+        if self._accumulates(r):
+            return self._partial_sum(r)
         corrected, base = None, 1.0
         args = [self._inner_value(a) if i != k or kind == "plain" else "" for i, a in enumerate(value.args)]
         dtypes = [self.graph.values[a].dtype for a in value.args]
@@ -88,6 +90,22 @@ class Reductions(Values):
             )
         )
         self.inside.append(Update((name,), tuple(args)))
+        return name
+
+    def _partial_sum(self, r: int) -> str:
+        """A sum over the stream and tiled axes: each tile's share of it, to be accumulated in memory."""
+        value = self.graph.values[r]
+        here = tuple(a for a in value.param("over") if a != self.stream)
+        dtype = accumulator(value.dtype)
+        share = self.site.names.fresh("part")
+        params = (("over", self.site.renamed(here)), *((k, p) for k, p in value.params if k != "over"))
+        axes = (*value.axes, self.stream)
+        args = tuple(self._inner_value(a) for a in value.args)
+        self.inside.append(Compute(share, value.op, args, params, self._type(dtype, axes)))
+        name = self.site.names.fresh("sum")
+        stream = self.site.renamed((self.stream,))
+        self.declared.append(OnlineReduction((name,), "sum", stream, self._type(dtype, value.axes)))
+        self.inside.append(Update((name,), (share,)))
         return name
 
     def _maximum(self, x: int, over: tuple[str, ...]) -> str:

@@ -227,7 +227,9 @@ class _Checker:
             self.require(a.block >= a.size, f"axis {axis} is cut in blocks and no stream walks over it")
         args = [self.read(name, scope) for name in s.args]
         self.require(len(args) == 1 or (len(args) == 2 and d.monoid == "sum"), f"too few or many arguments: {d.monoid}")
-        self.require(not any(a.partial for a in args), "an update takes in whole values, not parts of sums")
+        partial = frozenset().union(*(a.partial for a in args))
+        plain = d.monoid == "sum" and d.corrected_by is None and len(args) == 1
+        self.require(not partial or plain, "only a plain sum takes in parts of sums, on the way to a `+=`")
         union = {axis for a in args for axis in a.type.axes}
         expected = {*d.type.axes, *d.over}
         self.require(union == expected, f"the arguments together have the axes {self.ordered(expected)}")
@@ -239,7 +241,7 @@ class _Checker:
             self.require(earlier, f"{d.corrected_by}, which corrects it, is updated before it in the same stream")
         for name in s.results:
             self.states[name].updated = id(streams[-1])
-            scope[name] = _Value(d.type, running=frozenset((name,)))
+            scope[name] = _Value(d.type, partial, running=frozenset((name,)))
 
     # -- memory and loops --------------------------------------------------------------------------------------
 

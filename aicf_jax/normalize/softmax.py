@@ -182,7 +182,7 @@ def softmax_attrs(axis: int, form: Form) -> tuple[tuple[str, object], ...]:
     ``zeroed``: such a softmax is 0, not NaN, where a row has no elements.
     """
     keep_when = form.mask[1] if isinstance(form.mask, tuple) else None
-    permutation = form.dims if permuted(form) else None
+    permutation = None if form.dims == tuple(range(len(form.dims))) else form.dims
     return (
         ("axis", axis),
         ("permutation", permutation),
@@ -193,19 +193,13 @@ def softmax_attrs(axis: int, form: Form) -> tuple[tuple[str, object], ...]:
     )
 
 
-def permuted(form: Form) -> OpFlags:
-    """The flag of a result whose dimensions are not x's in their order."""
-    return OpFlags.NONE if form.dims == tuple(range(len(form.dims))) else OpFlags.IS_PERMUTED
-
-
 def _node(region: LogRegion, position: int, members: list[int], code: str | None) -> Node:
     inputs, covers = region.surroundings(members)
     outputs = region.graph.nodes[position].outputs
     node = Node("softmax", OpFlags.IS_SOFTMAX, (region.x, *inputs), outputs, covers)
     if code is not None:
         return dataclasses.replace(almost(node, code), op="almost_softmax", flags=OpFlags.IS_NEAR_SOFTMAX)
-    form = region.forms[outputs[0]]
-    return dataclasses.replace(node, flags=node.flags | permuted(form), attrs=softmax_attrs(region.axis, form))
+    return dataclasses.replace(node, attrs=softmax_attrs(region.axis, region.forms[outputs[0]]))
 
 
 RULE = Rule("softmax", 5, _apply)

@@ -15,7 +15,7 @@ from aicf_jax.normalize._log_forms import Dims
 from aicf_jax.normalize._log_region import LogRegion
 from aicf_jax.normalize._rule import Rule
 from aicf_jax.normalize.bias import unit_reshape
-from aicf_jax.normalize.softmax import almost, permuted, regions, seeds, shift_code, softmax_attrs
+from aicf_jax.normalize.softmax import almost, regions, seeds, shift_code, softmax_attrs
 
 #: From the weights to the division, no further than this.
 _STEPS = 16
@@ -153,7 +153,7 @@ def _nodes(
     weights = graph.nodes[seed].outputs
     inputs, covers = region.surroundings(members)
     attrs = softmax_attrs(region.axis, region.forms[weights[0]])
-    flags = OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED | permuted(region.forms[weights[0]])
+    flags = OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED
     summed = region.forms[weights[0]].dims.index(region.axis)
     more, below = region.surroundings(sums)
     outputs = graph.nodes[division].outputs

@@ -39,11 +39,12 @@ from aicf_jax.pattern import Match
 KEEP = ("all", "where_true", "where_false")
 
 FIELDS = (
-    Field("axis", "int"),  # of the scores: the keys
+    Field("axis", "int"),  # of the scores: the keys, counted from the end, since batching adds dimensions in front
     Field("base", "float"),  # a in exp(a x)
     Field("keep", "enum", KEEP),  # a softmax with `where=`
     Field("zeroed", "int"),  # ... that is 0, not NaN, where a row has no elements
     Field("guarded", "int"),  # a maximum that is not finite counts as 0
+    Field("permutation", "int"),  # which dimension of the scores each of the weights' is, see `_digits`; 0: the same
 )
 
 SCHEMA = Schema(kind_id=3, schema_id=1, fields=FIELDS)
@@ -56,13 +57,32 @@ def _attributes(match: Match) -> Mapping[str, object]:
     if softmax is None:
         raise ValueError("attention stands for a softmax between two products: the sequence needs SOFTMAX")
     keep = {None: "all", True: "where_true", False: "where_false"}[softmax.attr("keep_when")]
+    ndim = match.graph.values[softmax.inputs[0]].aval.ndim
     return {
-        "axis": softmax.attr("axis"),
+        "axis": softmax.attr("axis") % ndim - ndim,
         "base": softmax.attr("base"),
         "keep": keep,
         "zeroed": int(softmax.attr("zeroed")),
         "guarded": int(softmax.attr("guarded")),
+        "permutation": _digits(softmax.attr("permutation")),
     }
+
+
+def _digits(permutation: Sequence[int] | None) -> int:
+    """A permutation of up to ten dimensions as octal digits behind a leading 1."""
+    return 0 if permutation is None else int("1" + "".join(map(str, permutation)), 8)
+
+
+def _permutation(op: FusedOp, ndim: int) -> tuple[int, ...]:
+    """For each dimension of the weights, which of the scores' it is. Batching added dimensions in front."""
+    packed = op.blob["permutation"]
+    digits = [int(d) for d in f"{packed:o}"[1:]] if packed else list(range(ndim))
+    front = ndim - len(digits)
+    return (*range(front), *(d + front for d in digits))
+
+
+def _inverse(permutation: Sequence[int]) -> tuple[int, ...]:
+    return tuple(permutation.index(d) for d in range(len(permutation)))
 
 
 def _check(match: Match) -> Refusal | None:
@@ -70,6 +90,8 @@ def _check(match: Match) -> Refusal | None:
         shape = match.graph.values[node.outputs[0]].aval.shape
         if 0 in shape:
             return refuse(match, "empty", "arrays with elements", f"{node.op} of shape {shape}", node)
+        if len(shape) > 8:
+            return refuse(match, "rank", "at most eight dimensions", f"{node.op} of shape {shape}", node)
     return None
 
 
@@ -153,7 +175,7 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
-    """P from the scores, recomputed, and the log-sum-exp of each row."""
+    """P, laid out like the scores, from the scores, recomputed, and the log-sum-exp of each row."""
     x, mask = _scores_and_mask(op, inputs)
     p = _exponential(op, _wide(x, mask), m) * jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
@@ -180,9 +202,11 @@ def cotangent(
     def after(p: Any, *xs: Any) -> Any:
         return evaluate(op, given(xs), op.results[0], {slot: p})
 
-    _, pull_after = jax.vjp(after, p.astype(dtype), *chosen)
+    order = _permutation(op, p.ndim)
+    _, pull_after = jax.vjp(after, p.transpose(order).astype(dtype), *chosen)
     dp, *direct = pull_after(ct)
     delta = _rows(op, results[0].astype(p.dtype) * ct.astype(p.dtype))
+    dp, delta = (y.transpose(_inverse(order)) for y in (dp, delta))
     dx = p * (dp.astype(p.dtype) - delta)
     if op.blob["base"] != 1.0:
         dx = dx * jnp.asarray(op.blob["base"], dx.dtype)
@@ -201,12 +225,18 @@ def _rows(op: FusedOp, product: Any) -> Any:
     return product.reshape([math.prod(sizes[a] for a in d if a in rows) for d in p_dims])
 
 
+def _keys_dimension(op: FusedOp, ndim: int) -> int:
+    """The dimension of the weights that the softmax normalizes over."""
+    return _permutation(op, ndim).index(op.blob["axis"] % ndim)
+
+
 @functools.lru_cache(maxsize=512)
 def _layout(op: FusedOp) -> tuple[set[str], Any, Any, dict[str, int]]:
     """``(axes of P's rows, axes of P's dimensions, of the result's dimensions, sizes)``."""
     graph = region_graph(op)
     (_, p), (_, out) = graph.outputs
-    rows = {a for k, d in enumerate(p.dims) if k != op.blob["axis"] % len(p.dims) for a in d}
+    keys = _keys_dimension(op, len(p.dims))
+    rows = {a for k, d in enumerate(p.dims) if k != keys for a in d}
     return rows, p.dims, out.dims, graph.axes
 
 
@@ -241,7 +271,7 @@ def _prove(op: FusedOp) -> Refusal | None:
 
 def _axes_refusal(op: FusedOp, graph: Any, no: Any) -> Refusal | None:
     (p_value, p), (out_value, _) = graph.outputs
-    keys = set(p.dims[op.blob["axis"] % len(p.dims)])
+    keys = set(p.dims[_keys_dimension(op, len(p.dims))])
     if not keys:
         return no("one_key", "a softmax over several keys", "one key")
     values = [i for i, v in enumerate(graph.values) if v.op == "dot"]

@@ -13,7 +13,6 @@ from aicf_jax.pattern import (
     LAYOUT,
     MASK,
     NEAR_SOFTMAX,
-    PERMUTED_SOFTMAX,
     SCALE,
     NearMiss,
     Test,
@@ -58,14 +57,6 @@ def near_misses(softmax: Test) -> tuple[NearMiss, ...]:
             (*_SHARED_SCORES, softmax, WEIGHTS, GEMM),
             expected="the scores are used by the softmax only",
             found="the scores are used elsewhere too",
-        ),
-        # Remove this row, and IS_PERMUTED from the two tests of `pattern.py`, once the operation reads the softmax
-        # node's `permutation`; until then its X and P would be taken to have the same layout.
-        NearMiss(
-            "softmax_permuted",
-            (*_SHARED_SCORES, shared(PERMUTED_SOFTMAX), star(shared(WEIGHTS)), GEMM),
-            expected="weights with the dimensions of the scores in the same order",
-            found="a transpose between the row maximum and the rest of the softmax",
         ),
         # The node marked as a near miss says which one it is.
         NearMiss("almost_softmax", (*_SHARED_SCORES, shared(NEAR_SOFTMAX), star(shared(WEIGHTS)), GEMM)),

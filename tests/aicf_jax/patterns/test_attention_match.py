@@ -126,7 +126,7 @@ def test_library_layers():
     mask = jnp.tril(jnp.ones((5, 5), bool))
     assert len(matches(lambda s, y: nnx.merge(definition, s)(y, mask=mask), state, x)) == 1
     # Without a mask, vmap inside nnx transposes the scores after their maximum was taken.
-    assert codes(lambda s, y: nnx.merge(definition, s)(y), state, x) == ["softmax_permuted"]
+    assert len(matches(lambda s, y: nnx.merge(definition, s)(y), state, x)) == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -134,9 +134,6 @@ def test_library_layers():
 def test_the_library_function(causal, kv_heads):
     q, k, v = normal(7, 2, 5, 4, 8), normal(8, 2, 5, kv_heads, 8), normal(9, 2, 5, kv_heads, 8)
     f = functools.partial(jax.nn.dot_product_attention, is_causal=causal)
-    if not causal:
-        assert codes(f, q, k, v) == ["softmax_permuted"]
-        return
     assert len(matches(f, q, k, v)) == 1
     assert len(matches(lambda *a: f(*a, bias=normal(10, 4, 5, 5)), q, k, v)) == 1
     assert len(matches(jax.vmap(f, in_axes=1, out_axes=1), *(x[:, None] for x in (q, k, v)))) == 1
