@@ -116,7 +116,9 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
         batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
-        return out, [0] * len(out)
+        # What does not depend on a batched input has no new dimension.
+        one = _abstract(*op.in_avals, op=op, residual=residual)
+        return out, [0 if a.ndim > b.ndim else None for a, b in zip(out, one, strict=True)]
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
     return out, [0] * len(out)
 

@@ -39,7 +39,7 @@ from aicf_jax.pattern import Match
 KEEP = ("all", "where_true", "where_false")
 
 FIELDS = (
-    Field("axis", "int"),  # of the scores: the keys
+    Field("axis", "int"),  # of the scores, counted from the end: the keys
     Field("base", "float"),  # a in exp(a x)
     Field("keep", "enum", KEEP),  # a softmax with `where=`
     Field("zeroed", "int"),  # ... that is 0, not NaN, where a row has no elements
@@ -57,7 +57,8 @@ def _attributes(match: Match) -> Mapping[str, object]:
         raise ValueError("attention stands for a softmax between two products: the sequence needs SOFTMAX")
     keep = {None: "all", True: "where_true", False: "where_false"}[softmax.attr("keep_when")]
     return {
-        "axis": softmax.attr("axis"),
+        # From the end: `batched_op` adds dimensions in front.
+        "axis": softmax.attr("axis") - match.graph.values[softmax.inputs[0]].aval.ndim,
         "base": softmax.attr("base"),
         "keep": keep,
         "zeroed": int(softmax.attr("zeroed")),
@@ -144,7 +145,9 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     axis = op.blob["axis"]
     x, mask = _scores_and_mask(op, inputs)
     x = _wide(x, mask)
-    m = jnp.max(x, axis=axis)
+    # P does not depend on m, so m needs no derivative. That of a maximum would be 0/0 where the compiler rounds x
+    # differently for the maximum and for the comparison with it.
+    m = jax.lax.stop_gradient(jnp.max(x, axis=axis))
     total = jnp.sum(_exponential(op, x, m), axis=axis)
     if not op.blob["guarded"]:
         # inf - inf: an infinite score makes its whole row NaN.
