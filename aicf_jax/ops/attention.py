@@ -166,7 +166,9 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     axis = op.blob["axis"]
     x, mask = _scores_and_mask(op, inputs)
     x = _wide(x, mask)
-    m = jnp.max(x, axis=axis)
+    # P does not depend on m, so m needs no derivative. That of a maximum would be 0/0 where the compiler rounds x
+    # differently for the maximum and for the comparison with it.
+    m = jax.lax.stop_gradient(jnp.max(x, axis=axis))
     total = jnp.sum(_exponential(op, x, m), axis=axis)
     if not op.blob["guarded"]:
         # inf - inf: an infinite score makes its whole row NaN.
