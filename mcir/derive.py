@@ -51,33 +51,38 @@ class Derived:
     graph: ComputationGraph
 
 
-def derive(function: Callable[..., Any], *avals: Any, name: str | None = None) -> Program:
+def derive(function: Callable[..., Any], *avals: Any, name: str | None = None, results: Sequence[str] = ()) -> Program:
     """The memory flow program of a function of these types, verified.
 
     Args:
       function: plain JAX on arrays; what it closes over must be scalars.
       *avals: arrays or `jax.ShapeDtypeStruct`s.
       name: of the program; the function's own by default.
+      results: names of the output buffers; ``out``, or ``out0, out1, ...``, by default.
 
     Raises:
       DeriveError: with a code, what was expected and what was found, for what cannot be streamed: primitives that are
         no loop over elements (sort, gather, cumulative sums, convolutions), reshapes that cut axes unevenly, arrays
         closed over, dimensions of size zero.
     """
-    return derive_bound(function, *avals, name=name).program
+    return derive_bound(function, *avals, name=name, results=results).program
 
 
-def derive_bound(function: Callable[..., Any], *avals: Any, name: str | None = None) -> Derived:
+def derive_bound(
+    function: Callable[..., Any], *avals: Any, name: str | None = None, results: Sequence[str] = ()
+) -> Derived:
     """`derive`, with the binding of buffers to arguments and results."""
     names = _parameter_names(function, len(avals))
-    return from_graph(trace(function, *avals), name or getattr(function, "__name__", "program"), names)
+    return from_graph(trace(function, *avals), name or getattr(function, "__name__", "program"), names, results)
 
 
-def from_graph(graph: ComputationGraph, name: str, argument_names: Sequence[str] = ()) -> Derived:
+def from_graph(
+    graph: ComputationGraph, name: str, argument_names: Sequence[str] = (), result_names: Sequence[str] = ()
+) -> Derived:
     """`derive_bound` of a computation graph."""
     if 0 in graph.axes.values() or any(0 in v.shape for v in graph.views.values()):
         raise DeriveError("empty", "dimensions of at least one element", "a dimension of size zero")
-    return _Deriver(graph, argument_names).run(name)
+    return _Deriver(graph, argument_names, result_names).run(name)
 
 
 def _parameter_names(function: Any, count: int) -> list[str]:
@@ -99,9 +104,9 @@ class Plan:
 
 
 class _Deriver:
-    def __init__(self, graph: ComputationGraph, argument_names: Sequence[str]):
+    def __init__(self, graph: ComputationGraph, argument_names: Sequence[str], result_names: Sequence[str]):
         self.graph = graph
-        self.argument_names = argument_names
+        self.argument_names, self.result_names = argument_names, result_names
         self.buffers: list[Buffer] = []
         self.nests: list[Tile] = []
         self.known: dict[int, str] = {}
@@ -148,9 +153,12 @@ class _Deriver:
 
     def _outputs(self, outputs: Sequence[int]) -> dict[int, str]:
         stored = {}
+        results = [v for v, _ in self.graph.outputs]
         for k, v in enumerate(outputs):
             value = self.graph.values[v]
             wanted = "out" if len(outputs) == 1 else f"out{k}"
+            if results.index(v) < len(self.result_names):
+                wanted = self.result_names[results.index(v)]
             stored[v] = self._buffer(wanted, "output", value.dtype, value.axes)
         return stored
 
