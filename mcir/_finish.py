@@ -163,7 +163,7 @@ def _renamed(graph: ComputationGraph, keep: str, drop: str) -> ComputationGraph:
     finisher.axes = axes
     place: list[int] = []
     for i, value in enumerate(graph.values):
-        params = tuple((k, tuple(map(one, p)) if k in ("over", "axes") else p) for k, p in value.params)
+        params: Any = tuple((k, tuple(map(one, p)) if k in ("over", "axes") else p) for k, p in value.params)
         params = tuple((k, one(p) if k == "axis" else p) for k, p in params)
         if value.op == "input":
             params = (*params, ("layout", view(graph.views[i])))

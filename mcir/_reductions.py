@@ -62,7 +62,7 @@ class Reductions(Values):
         if kind == "moments":
             assert isinstance(form, Squared)
             return self._moments(form.x, over, value)
-        corrected, base = None, 1.0
+        corrected, base, same = None, 1.0, None
         args = [self._inner_value(a) if i != k or kind == "plain" else "" for i, a in enumerate(value.args)]
         dtypes = [self.graph.values[a].dtype for a in value.args]
         if kind == "exp":

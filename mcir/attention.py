@@ -59,9 +59,10 @@ def attention_backward(**problem: Any) -> Program:
 
 
 def bound_attention(*, save: bool = False, **problem: Any) -> Derived:
-    """`attention`, with the binding to arrays: q ``[batch, heads, q_len, head_dim]``, k and v with ``kv_heads, kv_len``.
+    """`attention`, with the binding to arrays.
 
-    The results have the layout of q; ``m, l: [batch, heads, q_len]``.
+    q ``[batch, heads, q_len, head_dim]``; k and v with ``kv_heads`` and ``kv_len``; results in the layout of q, m and l
+    ``[batch, heads, q_len]``.
     """
     p = Problem(**problem)
     names = ("out", "m", "l") if save else ("out",)

@@ -112,7 +112,7 @@ class _Reader:
         env.update({v: self.read(inner, w) for v, w in zip(eqn.outvars, jaxpr.outvars, strict=True)})
 
     def _equation(self, eqn: Any, uses: Sequence[Use]) -> Use:
-        name = _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
+        name: str = _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
         anchor = name == "dot_general" or name in REDUCTIONS
         make = self._maker(name, eqn)
 
