@@ -8,6 +8,7 @@ from typing import Any
 
 from mcir._axes import Dim, resolve
 from mcir._node import REDUCTIONS, Instance, Node
+from mcir._simplify import in_one_form, simplified
 from mcir.errors import DeriveError
 from mcir.graph import ComputationGraph, Value, View
 
@@ -106,8 +107,12 @@ class Finisher:
             raise DeriveError("axis_twice", "each axis contracted once", f"{over}")
 
     def intern(self, op: str, args: tuple[int, ...], params: Any, axes: set[str], dtype: str) -> int:
-        if op in ("add", "mul", "max", "min", "and", "or") and len(args) == 2:
-            args = tuple(sorted(args))  # pyright: ignore[reportAssignmentType]
+        op, args = in_one_form(op, args, self.values)
+        known = simplified(op, args, [self.values[a] for a in args], axes, dtype)
+        if isinstance(known, int):
+            return known
+        if known is not None:
+            op, args, params = "constant", (), (("value", known.item()),)
         ordered = tuple(a for a in self.axes if a in axes)
         key = (op, args, repr(params), ordered, dtype)
         if key not in self.known:
@@ -163,7 +168,7 @@ def _renamed(graph: ComputationGraph, keep: str, drop: str) -> ComputationGraph:
     finisher.axes = axes
     place: list[int] = []
     for i, value in enumerate(graph.values):
-        params = tuple((k, tuple(map(one, p)) if k in ("over", "axes") else p) for k, p in value.params)
+        params: Any = tuple((k, tuple(map(one, p)) if k in ("over", "axes") else p) for k, p in value.params)
         params = tuple((k, one(p) if k == "axis" else p) for k, p in params)
         if value.op == "input":
             params = (*params, ("layout", view(graph.views[i])))

@@ -64,7 +64,7 @@ class Reductions(Values):
             return self._moments(form.x, over, value)
         if self._accumulates(r):
             return self._partial_sum(r)
-        corrected, base = None, 1.0
+        corrected, base, same = None, 1.0, None
         args = [self._inner_value(a) if i != k or kind == "plain" else "" for i, a in enumerate(value.args)]
         dtypes = [self.graph.values[a].dtype for a in value.args]
         if kind == "exp":
@@ -79,8 +79,7 @@ class Reductions(Values):
             for i, a in enumerate(value.args):
                 if i != k and dtypes[i] != dtypes[k]:
                     args[i] = self._cast(self.inside, args[i], dtypes[k], self.graph.values[a].axes)
-        wanted = "l" if kind == "exp" and value.op == "reduce_sum" else "acc" if value.op == "dot" else value.op[-3:]
-        name = self.site.names.fresh(wanted)
+        name = self.site.names.fresh(self._state_name(r, kind))
         if kind == "exp":
             self.states[same] = name
         dtype = accumulator(value.dtype)
@@ -108,12 +107,26 @@ class Reductions(Values):
         self.inside.append(Update((name,), (share,)))
         return name
 
+    def _state_name(self, r: int, kind: str) -> str:
+        """``dk_acc`` where it ends up in a buffer as it is; else as in the papers: m, l, acc."""
+        dot = self.graph.values[r].op == "dot"
+        if r in self.targets and not (dot and kind == "exp"):
+            return f"{self.targets[r]}_acc"
+        if dot:
+            return "acc"
+        return "l" if kind == "exp" else {"reduce_min": "least"}.get(self.graph.values[r].op, "total")
+
+    def _is_maximum(self, v: int, x: int, over: tuple[str, ...]) -> bool:
+        value = self.graph.values[v]
+        return value.op == "reduce_max" and value.args == (x,) and value.param("over") == over
+
     def _maximum(self, x: int, over: tuple[str, ...]) -> str:
         """The running maximum of x, declared and updated once."""
         key = (x, over)
         if key not in self.maxima:
             source = self._wide(x)
-            name = self.site.names.fresh("m")
+            stored = [b for v, b in self.targets.items() if self._is_maximum(v, x, over)]
+            name = self.site.names.fresh(f"{stored[0]}_acc" if stored else "m")
             value = self.graph.values[x]
             axes = [a for a in value.axes if a not in over]
             dtype = accumulator(value.dtype)

@@ -108,9 +108,8 @@ class Tiles:
         letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
         terms = ["".join(letters[a] for a in t.axes) for t in types]
         formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
-        chosen = None if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
-        if chosen is not None and len(chosen) == 1:
-            chosen = chosen[0]
+        parts = () if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
+        chosen: Any = parts if len(parts) > 1 else parts[0] if parts else None
         return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
 
     def _indices(self, name: str, scope: Scope) -> Any:

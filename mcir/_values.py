@@ -9,7 +9,7 @@ from mcir.errors import DeriveError
 from mcir.graph import Value
 from mcir.ir import Compute, Load, Rematerialization, Type
 
-_NAMES = {"select_n": "x", "convert_element_type": "c", "exp": "p", "iota": "at", "bits": "bits"}
+_NAMES = {"dot": "s", "exp": "p", "bits": "bits", "reduce_sum": "total", "reduce_max": "m", "reduce_min": "least"}
 _SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -66,7 +66,7 @@ class Values:
         return self.site.type_of(dtype, axes)
 
     def _cast(self, where: list[Any], name: str, dtype: str, axes: Any) -> str:
-        out = self.site.names.fresh(f"{name.rstrip('0123456789')}_{_SHORT.get(dtype, dtype)}")
+        out = self.site.names.fresh(_converted(name, dtype))
         where.append(Compute(out, "convert_element_type", (name,), (("new_dtype", dtype),), self._type(dtype, axes)))
         return out
 
@@ -95,7 +95,7 @@ class Values:
         args = tuple(argument(a) for a in value.args)
         if self._accumulates(v):
             return self._partial_of(v, args, where)
-        name = self.site.names.fresh(self._wanted(value))
+        name = self.site.names.fresh(self._wanted(value, args))
         params = tuple((k, self.site.renamed(p) if k == "over" else p) for k, p in value.params)
         if value.op == "iota":
             params = (("axis", self.site.axis_name[value.param("axis")]),)
@@ -109,7 +109,7 @@ class Values:
     def _partial_of(self, v: int, args: tuple[str, ...], where: list[Any]) -> str:
         """A tile's share of a reduction over a tiled axis, in the accumulator's type."""
         value = self.graph.values[v]
-        name = self.site.names.fresh("part")
+        name = self.site.names.fresh(f"{self.targets[v]}_part" if v in self.targets else "part")
         params = tuple((k, self.site.renamed(p) if k == "over" else p) for k, p in value.params)
         where.append(Compute(name, value.op, args, params, self._type(accumulator(value.dtype), value.axes)))
         return name
@@ -117,14 +117,24 @@ class Values:
     def _load(self, v: int, where: list[Any]) -> str:
         value, buffer = self.graph.values[v], self.site.known[v]
         type_ = self.site.buffer_types[buffer]
-        name = self.site.names.fresh(f"{buffer}_")
+        name = self.site.names.fresh(f"{buffer}_tile")
         where.append(Load(name, buffer, type_))
         same = type_.dtype == value.dtype or "key" in value.dtype
         return name if same else self._cast(where, name, value.dtype, value.axes)
 
-    def _wanted(self, value: Value) -> str:
-        if value.op == "dot":
-            return "s"
-        if value.op.startswith("reduce_"):
-            return value.op[-3:]
+    def _wanted(self, value: Value, args: tuple[str, ...]) -> str:
+        """A name that says what it is: positions ``at_i``, a condition ``mask``, scores ``s``, then ``x`` or ``r``."""
+        if value.op == "constant":
+            number = value.param("value")
+            return "low" if number < -1e4 else {0: "zero", 1: "one"}.get(number, "c")
+        if value.op == "iota":
+            return f"at_{self.site.axis_name[value.param('axis')]}"
+        if value.op == "convert_element_type":
+            return _converted(args[0], value.dtype)
+        if value.dtype == "bool":
+            return "mask"
         return _NAMES.get(value.op, "x" if len(value.axes) > 1 else "r")
+
+
+def _converted(name: str, dtype: str) -> str:
+    return f"{name.rstrip('0123456789')}_{_SHORT.get(dtype, dtype)}"

@@ -184,10 +184,10 @@ class _Nest(Tiles):
             inner.position[stream.axis] = step
             view = {**memory, **dict(zip(stored, carry[len(states) :], strict=True))}
             before = dict(inner.values)
-            corrections: Env = {}
+            corrections: dict[tuple[str, float], Any] = {}
             for s in stream.body:
                 if isinstance(s, Update):
-                    self._update(s, reductions, inner, before, corrections, axis)
+                    self._update(s, reductions, inner, before, corrections)
                 else:
                     self._statement(s, inner, view)
             return (*(inner.values[n] for n in states), *(view[n] for n in stored))
@@ -229,7 +229,7 @@ class _Nest(Tiles):
         index = tuple(scope.position.get(a, 0) for a in tiled)
         return jnp.asarray(low)[index], jnp.asarray(high)[index]
 
-    def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Env, axis: Axis) -> None:
+    def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Any) -> None:
         declared: OnlineReduction = reductions[s.results[0]]
         valid = self._valid(declared.over, scope)
         if declared.monoid == "moments":

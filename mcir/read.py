@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -69,7 +70,7 @@ class _Reader:
     # -- leaves -----------------------------------------------------------------------------------------
     def constant(self, value: Any) -> Use:
         array = np.asarray(value)
-        node = self.node("constant", (), (("value", array.item()),), (), str(array.dtype))
+        node = self.node("constant", (), (("value", _shortest(array)),), (), str(array.dtype))
         return lambda: (node, [])
 
     def input(self, index: int, aval: Any) -> Use:
@@ -112,7 +113,7 @@ class _Reader:
         env.update({v: self.read(inner, w) for v, w in zip(eqn.outvars, jaxpr.outvars, strict=True)})
 
     def _equation(self, eqn: Any, uses: Sequence[Use]) -> Use:
-        name = _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
+        name = _RENAMED.get(str(eqn.primitive.name), str(eqn.primitive.name))
         anchor = name == "dot_general" or name in REDUCTIONS
         make = self._maker(name, eqn)
 
@@ -159,7 +160,8 @@ class _Reader:
             if xs[0][0].dtype == str(out.dtype):
                 return xs[0]
             if xs[0][0].op == "constant":
-                return self.constant(np.asarray(dict(xs[0][0].params)["value"]).astype(out.dtype))()[0], xs[0][1]
+                value = np.asarray(dict(xs[0][0].params)["value"], jnp.dtype(xs[0][0].dtype))
+                return self.constant(value.astype(out.dtype))()[0], xs[0][1]
         dims = [d for _, d in xs if len(d) == out.ndim] if out.ndim else []
         merged = list(dims[0]) if dims else []
         for other in dims[1:]:
@@ -235,6 +237,14 @@ def streams_bits(eqn: Any) -> bool:
 
 def _pair(precision: Any) -> tuple[Any, ...]:
     return tuple(precision) if isinstance(precision, tuple) else (precision,)
+
+
+def _shortest(array: Any) -> Any:
+    """The number with the fewest digits that is this one in its type: -1e+30, not -1.0000000150474662e+30."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array.item()
+    short = float(str(array[()]))
+    return short if np.asarray(short, array.dtype) == array else array.item()
 
 
 def _plain(value: Any) -> Any:

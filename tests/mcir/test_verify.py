@@ -215,7 +215,7 @@ def test_running_values_do_not_leave_their_stream():
 
 def test_maximum_of_a_part():
     edits = {"sv <- sum(p, do)": "sv <- sum(p, do)\n    part = reduce_max(p) over=(j): float32[h, i]"}
-    breaks("backward", "a max over j, which is looped over, needs a reduction", edits)
+    breaks("backward", "a reduce_max over j, which is looped over, needs a reduction", edits)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_store_in_a_stream_with_skipped_blocks_leaves_holes():
     [
         ("`stream j while z is true", {"while g": "while z"}),
         ("the predicate z is not a value of the stream", {"while g": "while z"}),
-        ("the predicate x depends on more than positions", {"while g": "while x"}),
+        ("the predicate x is not boolean", {"while g": "while x"}),
         ("the predicate js is not boolean", {"while g": "while js"}),
         ("z is neither a buffer, a loaded value nor max state that this stream updates", {"unless m": "unless z"}),
         ("l is neither a buffer, a loaded value nor max state that this stream updates", {"unless m": "unless l"}),

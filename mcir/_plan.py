@@ -1,0 +1,120 @@
+"""Passes 1 and 2 of `mcir.derive`: which axes become loops over blocks, which one is streamed, and their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from mcir.graph import ComputationGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Passes 1 and 2: which axes are tiled and which one is streamed."""
+
+    loops: tuple[str, ...]
+    stream: str | None
+    tiled: str | None
+
+
+class Planner:
+    """Plans nests. `known`: value -> buffer of what need not be computed; `whole`: axes that no nest may cut."""
+
+    def __init__(self, graph: ComputationGraph, whole: frozenset[str]):
+        self.graph, self.whole = graph, whole
+        self.known: dict[int, str] = {}
+
+    def _over(self, v: int) -> set[str]:
+        return set(self.graph.values[v].param("over", ()))
+
+    def _argument(self, i: int) -> int:
+        return int(self.graph.values[i].param("argument"))
+
+    def _depending(self, sources: Sequence[int], live: Sequence[int]) -> set[int]:
+        """Live values computed from these (not these themselves)."""
+        hit = set(sources)
+        out: set[int] = set()
+        for v in live:
+            if v not in self.known and hit & set(self.graph.values[v].args):
+                hit.add(v)
+                out.add(v)
+        return out
+
+    def _bytes(self, v: int) -> int:
+        value = self.graph.values[v]
+        return math.prod(self.graph.axes[a] for a in value.axes)
+
+    def _live(self, targets: set[int]) -> list[int]:
+        seen: set[int] = set()
+        todo = list(targets)
+        while todo:
+            v = todo.pop()
+            if v not in seen:
+                seen.add(v)
+                if v not in self.known:
+                    todo.extend(self.graph.values[v].args)
+        return sorted(seen)
+
+    def _plan(self, targets: set[int]) -> Plan:
+        values, live = self.graph.values, self._live(targets)
+        made = [v for v in live if v not in self.known and values[v].op not in ("input", "constant")]
+        if not made:
+            made = live
+        largest = max(made, key=lambda v: (self._bytes(v), values[v].op == "dot", -v))
+        axes = tuple(a for a in values[largest].axes if a not in self.whole)
+        reductions = [v for v in live if v not in self.known and values[v].param("over")]
+        candidates = [a for a in axes if any(a in values[r].param("over") for r in reductions)]
+        if not candidates:
+            over = [(self._bytes(values[r].args[0]), r) for r in reductions if self._bytes(values[r].args[0]) > 0]
+            if over and not values[largest].axes:
+                longest = set(values[max(over)[1]].param("over")) - self.whole
+                return Plan((), max(sorted(longest), key=lambda a: self.graph.axes[a], default=None), None)
+            return Plan(axes, None, axes[-1] if axes else None)
+        stream = min(candidates, key=lambda a: (self._accumulated(a, axes, reductions), -self.graph.axes[a]))
+        loops = tuple(a for a in axes if a != stream and not self._needs_whole(a, reductions, live))
+        tiled = max(loops, key=lambda a: (self._reduced(a, reductions), self.graph.axes[a]), default=None)
+        return Plan(loops, stream, tiled)
+
+    def _needs_whole(self, axis: str, reductions: Sequence[int], live: Sequence[int]) -> bool:
+        """Whether a reduction over this axis cannot be accumulated in memory.
+
+        It is no sum, or its result is used along the axis again; then the axis stays whole on chip.
+        """
+        for r in reductions:
+            if axis in self._over(r):
+                if self.graph.values[r].op in ("reduce_max", "reduce_min"):
+                    return True
+                if any(axis in self.graph.values[w].axes for w in self._depending([r], live)):
+                    return True
+        return False
+
+    def _reduced(self, axis: str, reductions: Sequence[int]) -> bool:
+        return any(axis in self._over(r) for r in reductions)
+
+    def _accumulated(self, stream: str, axes: Sequence[str], reductions: Sequence[int]) -> int:
+        """Elements that reductions over the other loops leave to accumulate in memory."""
+        other = set(axes) - {stream}
+        return sum(self._bytes(r) for r in reductions if other & set(self.graph.values[r].param("over")))
+
+    def _name_axes(self, plan: Plan) -> dict[str, str]:
+        """Names by role: ``b h`` independent axes, ``i`` and ``j`` the two large ones, ``d e f`` the rest."""
+        graph = self.graph
+        big = [a for a in (plan.tiled, plan.stream) if a is not None]
+        appearance = [a for i in sorted(graph.views, key=self._argument) for d in graph.views[i].dims for a in d]
+        if plan.tiled is not None and self._reduced(plan.tiled, range(len(graph.values))):
+            # Both are reduced, as in a backward: the first to appear is i. Else j is the one that is streamed.
+            big.sort(key=lambda a: appearance.index(a) if a in appearance else len(appearance))
+        batch = [a for a in plan.loops if a not in big]
+        batch.sort(key=lambda a: appearance.index(a) if a in appearance else len(appearance))
+        rest = [a for a in dict.fromkeys([*appearance, *graph.axes]) if a not in big and a not in batch]
+        letters = {1: ["h"], 2: ["b", "h"]}.get(len(batch), [f"b{k}" for k in range(len(batch))])
+        names = dict(zip(batch, letters, strict=True))
+        if len(big) == 2:
+            names.update(zip(big, "ij", strict=True))
+        elif big:
+            names[big[0]] = "j" if big[0] == plan.stream else "i"
+        small = iter("defgklnopqrstuvwxyz")
+        for a in rest:
+            names[a] = next(small, f"z{len(names)}")
+        return names
