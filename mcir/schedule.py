@@ -86,7 +86,7 @@ class Hardware:
         return cls(name, int(properties[key]), step, None if balance is None else float(balance))
 
 
-def schedule(program: Program, hardware: Hardware | None = None) -> Program:
+def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable[str] = ()) -> Program:
     """The program with the tile sizes that move the fewest bytes and fit.
 
     Minimizes dram bytes plus `step_bytes` for each round of an innermost loop and, where blocks are skipped, ``flops /
@@ -97,15 +97,16 @@ def schedule(program: Program, hardware: Hardware | None = None) -> Program:
     Args:
       program: any program that verifies; its own tile sizes do not matter.
       hardware: `Hardware.host()` by default.
+      whole: axes that stay whole although they are looped over, such as ones whose arrays are sharded.
 
     Raises ScheduleError where not even the smallest tiles fit.
     """
-    return program.with_blocks(**dict(_blocks(program, hardware or Hardware.host())))
+    return program.with_blocks(**dict(_blocks(program, hardware or Hardware.host(), frozenset(whole))))
 
 
 @functools.lru_cache(maxsize=128)
-def _blocks(program: Program, hardware: Hardware) -> tuple[tuple[str, int], ...]:
-    looped = [a for a in program.axes if any(a.name in loops for loops, _ in _loops(program))]
+def _blocks(program: Program, hardware: Hardware, whole: frozenset[str]) -> tuple[tuple[str, int], ...]:
+    looped = [a for a in program.axes if a.name not in whole and any(a.name in ls for ls, _ in _loops(program))]
     names = [a.name for a in looped]
     program = program.with_blocks(**{a.name: max(1, a.size) for a in program.axes if a.name not in names})
     batch = batch_axes(program)

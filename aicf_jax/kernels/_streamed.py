@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import mcir
-from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
+from mcir.schedule import Hardware, batch_axes, schedule
+
+from aicf_jax.ops import FusedOp
 
 
 @functools.lru_cache(maxsize=512)
@@ -45,29 +46,38 @@ def _results(op: FusedOp, xs: Any) -> list[Any]:
 
 
 def _derived(op: FusedOp, f: Any, name: str) -> Derived:
-    derived = from_graph(mcir.trace(f, *op.in_avals), name)
-    return dataclasses.replace(derived, program=scheduled(derived.program))
+    return from_graph(mcir.trace(f, *op.in_avals), name)
+
+
+@functools.lru_cache(maxsize=1)
+def host() -> Hardware:
+    """The machine this process runs on."""
+    return Hardware.host()
 
 
 def scheduled(program: mcir.Program) -> mcir.Program:
-    """Blocks for this machine. Independent axes other than the two large ones stay whole: they may be sharded."""
-    batch = math.prod(a.size for a in program.axes if a.name in ("b", "h") or a.name.startswith("b"))
-    budget = 1 << 20
-    block = 32
-    while block < 512 and batch * (2 * block) ** 2 <= 2 * budget:
-        block *= 2
-    return program.with_blocks(**{a.name: min(block, a.size) for a in program.axes if a.name in ("i", "j")})
+    """Tiles for this machine. Batch axes stay whole: their arrays may be sharded along them."""
+    return schedule(program, host(), batch_axes(program))
 
 
 def cache_bytes(platform: str) -> int:
-    """What an intermediate may measure and still stay in the cache of a machine of this platform."""
-    return 2 << 20
+    """What an intermediate may measure and still stay in the cache of a machine of this platform.
+
+    On the host a quarter of the last cache: an intermediate is written and read beside operands and results.
+    """
+    return host().cache_bytes // 4
 
 
 @functools.lru_cache(maxsize=512)
 def lowered(make: Any, op: FusedOp) -> Any:
-    """The program of an operation as a function."""
-    return lower(make(op))
+    """The program of an operation as a function, with tiles for this machine."""
+    derived = make(op)
+    return lower(dataclasses.replace(derived, program=scheduled(derived.program)))
+
+
+def text(make: Any, op: FusedOp) -> str:
+    """The program of an operation with its tiles."""
+    return str(scheduled(make(op).program))
 
 
 def moved_bytes(op: FusedOp) -> int:

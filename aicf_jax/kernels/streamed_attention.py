@@ -31,5 +31,5 @@ KERNEL = Kernel(
     _run,
     cost_bytes=_streamed.moved_bytes,
     save=_save,
-    program=lambda op: str(_streamed.forward(op).program),
+    program=lambda op: _streamed.text(_streamed.forward, op),
 )

@@ -23,5 +23,5 @@ KERNEL = Kernel(
     {"dtypes": ANY},
     _run,
     cost_bytes=_streamed.moved_bytes,
-    program=lambda op: str(_streamed.backward(op).program),
+    program=lambda op: _streamed.text(_streamed.backward, op),
 )
