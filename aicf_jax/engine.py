@@ -264,7 +264,8 @@ def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
     jaxpr = _compat.trace(f, *avals)
     composite = op.semantic.composite
     if composite is not None:
-        return Backward(None, (*_input_names(op), *composite.names, "dY"), wanted, _gradient_op(op, jaxpr, avals))
+        names = (*_input_names(op), *composite.names, "dY")
+        return Backward(None, names, wanted, _gradient_op(op, jaxpr, avals, names, wanted))
     engine = Engine(op.context)
     done = engine.rewrite(jaxpr)
     if all(is_left_to_xla(fusion.op) for fusion in done.fusions):
@@ -275,7 +276,9 @@ def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
     return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted)
 
 
-def _gradient_op(op: FusedOp, jaxpr: Any, avals: tuple[Any, ...]) -> FusedOp:
+def _gradient_op(
+    op: FusedOp, jaxpr: Any, avals: tuple[Any, ...], names: tuple[str, ...], wanted: tuple[int, ...]
+) -> FusedOp:
     """A backward as one operation, with kernels of its own. Where none is chosen its equations run."""
     from aicf_jax.ops import OPS
 
@@ -294,12 +297,17 @@ def _gradient_op(op: FusedOp, jaxpr: Any, avals: tuple[Any, ...]) -> FusedOp:
         context=op.context,
         site=op.site,
         pattern=op.pattern,
+        input_names=names,
+        result_names=tuple("d" + names[i] for i in wanted),
     )
     return selected(new, op.pattern)[0]
 
 
 def _input_names(op: FusedOp) -> tuple[str, ...]:
     names: dict[int, str] = {}
+    if callable(op.semantic.names):
+        names.update(op.semantic.names(op))
+        return tuple(names.get(i, f"in{i}") for i in range(len(op.in_avals)))
     for role, k, name in op.semantic.names:
         for step in op.steps:
             if step.role == role and k < len(step.operands) and step.operands[k] < len(op.in_avals):

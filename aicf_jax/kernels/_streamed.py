@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mcir
+from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
 from mcir.schedule import Hardware, batch_axes, schedule
-
-from aicf_jax.ops import FusedOp
 
 
 @functools.lru_cache(maxsize=512)
 def forward(op: FusedOp) -> Derived:
     """The program of the operation's results."""
-    return _derived(op, lambda *xs: _results(op, xs), "attention")
+    return _derived(op, lambda *xs: _results(op, xs), "attention", _input_names(op))
 
 
 @functools.lru_cache(maxsize=512)
@@ -30,13 +30,24 @@ def forward_saving(op: FusedOp) -> Derived:
         results, saved = composite.save(op, xs)
         return [*results, *saved]
 
-    return _derived(op, f, "attention")
+    return _derived(op, f, "attention", _input_names(op), (*["out"] * len(op.results), *composite.names[1:]))
 
 
 @functools.lru_cache(maxsize=512)
 def backward(op: FusedOp) -> Derived:
     """The program of a derived backward."""
-    return _derived(op, lambda *xs: _results(op, xs), "attention_backward")
+    names = [_PRINTED.get(n, n.lower()) for n in op.input_names]
+    results = ["d" + _PRINTED.get(n[1:], n[1:].lower()) for n in op.result_names]
+    return _derived(op, lambda *xs: _results(op, xs), "attention_backward", names, results)
+
+
+#: Names of the textbook as those of a program's buffers.
+_PRINTED = {"Y": "out", "dY": "dout"}
+
+
+def _input_names(op: FusedOp) -> list[str]:
+    found = op.semantic.names(op) if callable(op.semantic.names) else {}
+    return [found.get(i, f"in{i}").lower() for i in range(len(op.in_avals))]
 
 
 def _results(op: FusedOp, xs: Any) -> list[Any]:
@@ -45,8 +56,8 @@ def _results(op: FusedOp, xs: Any) -> list[Any]:
     return list(autodiff.reference(op, *xs))
 
 
-def _derived(op: FusedOp, f: Any, name: str) -> Derived:
-    return from_graph(mcir.trace(f, *op.in_avals), name)
+def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequence[str] = ()) -> Derived:
+    return from_graph(mcir.trace(f, *op.in_avals), name, names, results)
 
 
 @functools.lru_cache(maxsize=1)

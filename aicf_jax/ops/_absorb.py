@@ -46,8 +46,8 @@ def _behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
         if position < 0 or len(nodes) >= _NODES or not _can_repeat(graph, position):
             leaves.add(v)
             continue
-        # A value that is small already is read: nothing is gained by going on.
-        if v != vid and _size(graph, v) * 16 <= _size(graph, vid):
+        # A value that is small already is read, unless it is known from positions: that tells which blocks are masked.
+        if v != vid and _size(graph, v) * 16 <= _size(graph, vid) and not _from_positions(graph, v):
             leaves.add(v)
             continue
         nodes.add(position)
@@ -56,6 +56,22 @@ def _behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
                 seen.add(w)
                 todo.append(w)
     return nodes, leaves
+
+
+def _from_positions(graph: Graph, vid: int) -> bool:
+    """Whether a value rests on nothing but positions and constants."""
+    todo, seen = [vid], {vid}
+    while todo:
+        v = todo.pop()
+        if graph.values[v].kind == "literal":
+            continue
+        position = int(graph.producer[v])
+        if position < 0 or len(seen) > _NODES or not _can_repeat(graph, position):
+            return False
+        new = [w for w in graph.nodes[position].inputs if w not in seen]
+        seen.update(new)
+        todo += new
+    return True
 
 
 def _can_repeat(graph: Graph, position: int) -> bool:

@@ -50,7 +50,7 @@ class SemanticOp:
       requirements: `FusedOp` -> what a kernel must be capable of.
       numerics: the class of the rewrite, see `Policy`.
       names: ``(role, operand, name)``: what prints of the backward call the input that a step of this role reads as
-        this operand.
+        this operand; or `FusedOp` -> names by input slot.
       extend: match -> match that also takes in what is cheaper to compute again than to read (`Match.absorbed`).
       prove: `FusedOp` -> `Refusal` or None; what can only be told of the operation as a whole. Called once for equal
         operations.
@@ -66,7 +66,7 @@ class SemanticOp:
     requirements: Callable[[Any], Mapping[str, Hashable]]
     check: Callable[[Any], Refusal | None] = _no_check
     numerics: str = "reassociated"
-    names: tuple[tuple[str, int, str], ...] = ()
+    names: tuple[tuple[str, int, str], ...] | Callable[[Any], Mapping[int, str]] = ()
     extend: Callable[[Any], Any] = _no_extension
     prove: Callable[[Any], Refusal | None] = _no_check
     composite: Composite | None = None
@@ -118,6 +118,7 @@ class FusedOp:
       context: policy, patterns and kernels it was made under.
       choices: (platform, kernel name) for every platform it may be lowered to.
       site, pattern: the user's source line and the pattern that found it; not part of equality.
+      input_names, result_names: for prints, where somebody knows them; not part of equality.
     """
 
     semantic: SemanticOp
@@ -130,6 +131,8 @@ class FusedOp:
     choices: tuple[tuple[str, str], ...] = ()
     site: str = ""
     pattern: str = ""
+    input_names: tuple[str, ...] = ()
+    result_names: tuple[str, ...] = ()
 
     def _identity(self) -> tuple[Hashable, ...]:
         return (self.semantic.name, self.blob, self.key, self.results, self.choices, self.context)

@@ -191,29 +191,53 @@ def cotangent(
     """See the module's docstring. X and P are computed again; no array of their size is kept."""
     k, step = _softmax_step(op)
     slot = len(op.in_avals) + k
-    chosen = [inputs[i] for i in wanted]
+    before, behind = (
+        [i for i in wanted if i in _reads(op, target, stop)]
+        for target, stop in ((step.operands[0], -1), (op.results[0], slot))
+    )
 
-    def given(xs: Sequence[Any]) -> list[Any]:
-        replaced = dict(zip(wanted, xs, strict=True))
+    def given(where: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+        replaced = dict(zip(where, xs, strict=True))
         return [replaced.get(i, x) for i, x in enumerate(inputs)]
 
-    x, pull_scores = jax.vjp(lambda *xs: evaluate(op, given(xs), step.operands[0], {}), *chosen)
+    def scores(*xs: Any) -> Any:
+        return evaluate(op, given(before, xs), step.operands[0], {})
+
+    x, pull_scores = jax.vjp(scores, *[inputs[i] for i in before])
     p = weights(op, inputs, *saved)
     dtype = step.body.outvars[0].aval.dtype
 
     def after(p: Any, *xs: Any) -> Any:
-        return evaluate(op, given(xs), op.results[0], {slot: p})
+        return evaluate(op, given(behind, xs), op.results[0], {slot: p})
 
     order = _permutation(op, p.ndim)
-    _, pull_after = jax.vjp(after, p.transpose(order).astype(dtype), *chosen)
+    _, pull_after = jax.vjp(after, p.transpose(order).astype(dtype), *[inputs[i] for i in behind])
     dp, *direct = pull_after(ct)
     delta = _rows(op, results[0].astype(p.dtype) * ct.astype(p.dtype))
     dp, delta = (y.transpose(_inverse(order)) for y in (dp, delta))
     dx = p * (dp.astype(p.dtype) - delta)
     if op.blob["base"] != 1.0:
         dx = dx * jnp.asarray(op.blob["base"], dx.dtype)
-    through = pull_scores(dx.astype(x.dtype))
-    return [a + b for a, b in zip(through, direct, strict=True)]
+    found = dict(zip(before, pull_scores(dx.astype(x.dtype)), strict=True))
+    for i, term in zip(behind, direct, strict=True):
+        found[i] = found[i] + term if i in found else term
+    return [found[i] if i in found else jnp.zeros_like(inputs[i]) for i in wanted]
+
+
+def _reads(op: FusedOp, target: int, stop: int) -> set[int]:
+    """Slots that a slot is computed from, not looking behind `stop`."""
+    n = len(op.in_avals)
+    seen: set[int] = set()
+    todo = [target]
+    while todo:
+        s = todo.pop()
+        if s in seen or s == stop:
+            continue
+        seen.add(s)
+        if s >= n:
+            step = op.steps[s - n]
+            todo.extend(step.operands[:1] if step.role == "normalize" else step.operands)
+    return seen
 
 
 def _rows(op: FusedOp, product: Any) -> Any:
@@ -316,8 +340,28 @@ def _unfused_bytes(op: FusedOp, platform: str) -> int:
 
 COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"))
 
-#: Names of the region's inputs in prints.
-NAMES = (("bilinear", 0, "Q"), ("bilinear", 1, "K"))
+
+def input_names(op: FusedOp) -> dict[int, str]:
+    """Q, K and V among the inputs: by the axes they have, whichever operand of its product each is."""
+    graph = region_graph(op)
+    (p_value, p), _ = graph.outputs
+    keys = set(p.dims[_keys_dimension(op, len(p.dims))])
+    first, second = (v for v in graph.values if v.op == "dot")
+    found: dict[int, str] = {}
+    for operand in first.args:
+        _name(graph, operand, "K" if keys & set(graph.values[operand].axes) else "Q", found)
+    for operand in second.args:
+        _name(graph, operand, "V", found)
+    return found
+
+
+def _name(graph: Any, value: int, name: str, found: dict[int, str]) -> None:
+    """Names the input that an operand of a product is, if it is one."""
+    while graph.values[value].op == "convert_element_type":
+        value = graph.values[value].args[0]
+    if graph.values[value].op == "input":
+        found.setdefault(int(graph.values[value].param("argument")), name)
+
 
 OP = SemanticOp(
     "attention",
@@ -325,7 +369,7 @@ OP = SemanticOp(
     _attributes,
     _requirements,
     _check,
-    names=NAMES,
+    names=input_names,
     extend=absorb,
     prove=_prove,
     composite=COMPOSITE,

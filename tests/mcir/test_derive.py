@@ -110,7 +110,7 @@ def test_the_second_pass_recomputes_what_the_first_did():
 
 
 def test_an_axis_is_cut_in_all_nests_or_in_none():
-    """delta sums over the features, which the main nest holds whole, be they ever so many."""
+    """Delta sums over the features, which the main nest holds whole, be they ever so many."""
     program = mcir.attention_backward(heads=1, q_len=64, head_dim=16, value_dim=1000)
     assert program.axis("e").block == 1000
     assert all("e" not in nest.axes for nest in program.nests)
