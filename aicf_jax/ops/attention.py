@@ -18,22 +18,16 @@ Dao et al., "FlashAttention", 2022; Rabe and Staats, "Self-attention does not ne
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-import mcir
-from aicf_jax import _compat
 from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops._absorb import absorb
-from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step
+from aicf_jax.ops._attention_composition import cotangent, products, save
+from aicf_jax.ops._attention_proof import input_names, prove
+from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp
 from aicf_jax.pattern import Match
 
 KEEP = ("all", "where_true", "where_false")
@@ -48,8 +42,6 @@ FIELDS = (
 )
 
 SCHEMA = Schema(kind_id=3, schema_id=1, fields=FIELDS)
-
-_ACCUMULATE = {"bfloat16": "float32", "float16": "float32"}
 
 
 def _attributes(match: Match) -> Mapping[str, object]:
@@ -73,18 +65,6 @@ def _digits(permutation: Sequence[int] | None) -> int:
     return 0 if permutation is None else int("1" + "".join(map(str, permutation)), 8)
 
 
-def _permutation(op: FusedOp, ndim: int) -> tuple[int, ...]:
-    """For each dimension of the weights, which of the scores' it is. Batching added dimensions in front."""
-    packed = op.blob["permutation"]
-    digits = [int(d) for d in f"{packed:o}"[1:]] if packed else list(range(ndim))
-    front = ndim - len(digits)
-    return (*range(front), *(d + front for d in digits))
-
-
-def _inverse(permutation: Sequence[int]) -> tuple[int, ...]:
-    return tuple(permutation.index(d) for d in range(len(permutation)))
-
-
 def _check(match: Match) -> Refusal | None:
     for node in match.nodes:
         shape = match.graph.values[node.outputs[0]].aval.shape
@@ -96,235 +76,12 @@ def _check(match: Match) -> Refusal | None:
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    q, k = (op.in_avals[s] for s in op.steps[_products(op)[0]].operands)
+    q, k = (op.in_avals[s] for s in op.steps[products(op)[0]].operands)
     return {
         "operand_dtypes": (str(q.dtype), str(k.dtype)),
         "output_dtype": str(op.out_avals[0].dtype),
         "steps": tuple(step.name for step in op.steps),
     }
-
-
-# -- the operation as a composition ---------------------------------------------------------------------------
-
-
-def _products(op: FusedOp) -> tuple[int, int]:
-    """Positions of the score product and of the value product among the steps."""
-    first, second = (k for k, step in enumerate(op.steps) if step.role == "bilinear")
-    return first, second
-
-
-def _softmax_step(op: FusedOp) -> tuple[int, Step]:
-    return next((k, step) for k, step in enumerate(op.steps) if step.role == "softmax")
-
-
-def evaluate(op: FusedOp, inputs: Sequence[Any], slot: int, given: Mapping[int, Any]) -> Any:
-    """The value of one slot by the equations, with some slots given. What is normalized late stays as it is given."""
-    values: dict[int, Any] = {**dict(enumerate(inputs)), **given}
-    n = len(op.in_avals)
-
-    def get(s: int) -> Any:
-        if s not in values:
-            step = op.steps[s - n]
-            if step.role == "normalize" and given:
-                values[s] = get(step.operands[0]).astype(step.body.outvars[0].aval.dtype)
-            else:
-                (values[s],) = _compat.as_function(step.body)(*map(get, step.operands))
-        return values[s]
-
-    return get(slot)
-
-
-def _scores_and_mask(op: FusedOp, inputs: Sequence[Any]) -> tuple[Any, Any]:
-    """X, and which elements take part (None: all)."""
-    _, step = _softmax_step(op)
-    x = evaluate(op, inputs, step.operands[0], {})
-    keep = op.blob["keep"]
-    if keep == "all":
-        return x, None
-    mask = evaluate(op, inputs, step.operands[1], {})
-    mask = jnp.broadcast_to(mask, x.shape)
-    return x, mask if keep == "where_true" else ~mask
-
-
-def _wide(x: Any, mask: Any) -> Any:
-    x = x.astype(_ACCUMULATE.get(str(x.dtype), x.dtype))
-    return x if mask is None else jnp.where(mask, x, -jnp.inf)
-
-
-def _finite(m: Any) -> Any:
-    return jnp.where(jnp.isfinite(m), m, 0)
-
-
-def _exponential(op: FusedOp, x: Any, m: Any) -> Any:
-    difference = x - jnp.expand_dims(_finite(m), op.blob["axis"])
-    base = op.blob["base"]
-    return jnp.exp(difference if base == 1.0 else difference * jnp.asarray(base, difference.dtype))
-
-
-def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """``(results, [m, l])``: the row maximum of X and ``l = sum_j exp(a (x_j - m))``, in float32 or wider."""
-    axis = op.blob["axis"]
-    x, mask = _scores_and_mask(op, inputs)
-    x = _wide(x, mask)
-    # P does not depend on m, so m needs no derivative. That of a maximum would be 0/0 where the compiler rounds x
-    # differently for the maximum and for the comparison with it.
-    m = jax.lax.stop_gradient(jnp.max(x, axis=axis))
-    total = jnp.sum(_exponential(op, x, m), axis=axis)
-    if not op.blob["guarded"]:
-        # inf - inf: an infinite score makes its whole row NaN.
-        total = jnp.where(m == jnp.inf, jnp.nan, total)
-    return [evaluate(op, inputs, s, {}) for s in op.results], [m, total]
-
-
-def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
-    """P, laid out like the scores, from the scores, recomputed, and the log-sum-exp of each row."""
-    x, mask = _scores_and_mask(op, inputs)
-    p = _exponential(op, _wide(x, mask), m) * jnp.expand_dims(1 / total, op.blob["axis"])
-    if mask is not None and op.blob["zeroed"]:
-        p = jnp.where(mask, p, 0)
-    return p
-
-
-def cotangent(
-    op: FusedOp, inputs: Sequence[Any], results: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]
-) -> list[Any]:
-    """See the module's docstring. X and P are computed again; no array of their size is kept."""
-    k, step = _softmax_step(op)
-    slot = len(op.in_avals) + k
-    before, behind = (
-        [i for i in wanted if i in _reads(op, target, stop)]
-        for target, stop in ((step.operands[0], -1), (op.results[0], slot))
-    )
-
-    def given(where: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        replaced = dict(zip(where, xs, strict=True))
-        return [replaced.get(i, x) for i, x in enumerate(inputs)]
-
-    def scores(*xs: Any) -> Any:
-        return evaluate(op, given(before, xs), step.operands[0], {})
-
-    x, pull_scores = jax.vjp(scores, *[inputs[i] for i in before])
-    p = weights(op, inputs, *saved)
-    dtype = step.body.outvars[0].aval.dtype
-
-    def after(p: Any, *xs: Any) -> Any:
-        return evaluate(op, given(behind, xs), op.results[0], {slot: p})
-
-    order = _permutation(op, p.ndim)
-    _, pull_after = jax.vjp(after, p.transpose(order).astype(dtype), *[inputs[i] for i in behind])
-    dp, *direct = pull_after(ct)
-    delta = _rows(op, results[0].astype(p.dtype) * ct.astype(p.dtype))
-    dp, delta = (y.transpose(_inverse(order)) for y in (dp, delta))
-    dx = p * (dp.astype(p.dtype) - delta)
-    if op.blob["base"] != 1.0:
-        dx = dx * jnp.asarray(op.blob["base"], dx.dtype)
-    found = dict(zip(before, pull_scores(dx.astype(x.dtype)), strict=True))
-    for i, term in zip(behind, direct, strict=True):
-        found[i] = found[i] + term if i in found else term
-    return [found[i] if i in found else jnp.zeros_like(inputs[i]) for i in wanted]
-
-
-def _reads(op: FusedOp, target: int, stop: int) -> set[int]:
-    """Slots that a slot is computed from, not looking behind `stop`."""
-    n = len(op.in_avals)
-    seen: set[int] = set()
-    todo = [target]
-    while todo:
-        s = todo.pop()
-        if s in seen or s == stop:
-            continue
-        seen.add(s)
-        if s >= n:
-            step = op.steps[s - n]
-            todo.extend(step.operands[:1] if step.role == "normalize" else step.operands)
-    return seen
-
-
-def _rows(op: FusedOp, product: Any) -> Any:
-    """A sum of an array like the result over all axes but those of the rows of P, laid out beside P."""
-    rows, p_dims, out_dims, sizes = _layout(op)
-    product = product.reshape([sizes[a] for d in out_dims for a in d])
-    flat = [a for d in out_dims for a in d]
-    product = jnp.sum(product, axis=tuple(k for k, a in enumerate(flat) if a not in rows))
-    left = [a for a in flat if a in rows]
-    product = product.transpose([left.index(a) for d in p_dims for a in d if a in rows])
-    return product.reshape([math.prod(sizes[a] for a in d if a in rows) for d in p_dims])
-
-
-def _keys_dimension(op: FusedOp, ndim: int) -> int:
-    """The dimension of the weights that the softmax normalizes over."""
-    return _permutation(op, ndim).index(op.blob["axis"] % ndim)
-
-
-@functools.lru_cache(maxsize=512)
-def _layout(op: FusedOp) -> tuple[set[str], Any, Any, dict[str, int]]:
-    """``(axes of P's rows, axes of P's dimensions, of the result's dimensions, sizes)``."""
-    graph = region_graph(op)
-    (_, p), (_, out) = graph.outputs
-    keys = _keys_dimension(op, len(p.dims))
-    rows = {a for k, d in enumerate(p.dims) if k != keys for a in d}
-    return rows, p.dims, out.dims, graph.axes
-
-
-@functools.lru_cache(maxsize=512)
-def region_graph(op: FusedOp) -> Any:
-    """The computation graph of the operation, with P and the result as its outputs."""
-    k, _ = _softmax_step(op)
-    slot = len(op.in_avals) + k
-
-    def f(*inputs: Any) -> tuple[Any, Any]:
-        slots = list(inputs)
-        for step in op.steps:
-            slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
-        return slots[slot], slots[op.results[0]]
-
-    return mcir.trace(f, *op.in_avals)
-
-
-# -- the proof ------------------------------------------------------------------------------------------------
-
-
-def _prove(op: FusedOp) -> Refusal | None:
-    def no(code: str, expected: str, found: str) -> Refusal:
-        return Refusal("attention", "legality", code, f"resembles attention: {found}", expected, found, op.site)
-
-    try:
-        graph = region_graph(op)
-    except mcir.DeriveError as error:
-        return no(error.code, error.expected, error.found)
-    return _axes_refusal(op, graph, no) or _streaming_refusal(op, no)
-
-
-def _axes_refusal(op: FusedOp, graph: Any, no: Any) -> Refusal | None:
-    (p_value, p), (out_value, _) = graph.outputs
-    keys = set(p.dims[_keys_dimension(op, len(p.dims))])
-    if not keys:
-        return no("one_key", "a softmax over several keys", "one key")
-    values = [i for i, v in enumerate(graph.values) if v.op == "dot"]
-    contracted = [set(graph.values[i].param("over")) for i in values]
-    if len(values) != 2:
-        return no("products", "two products", f"{len(values)}")
-    if contracted[1] != keys:
-        return no("softmax_axis", "a softmax over the axis contracted with the values", "another axis")
-    rows = set(graph.values[p_value].axes) - keys
-    if not rows <= set(graph.values[out_value].axes):
-        return no("rows_summed", "a result for each row of the weights", "rows summed in the product with the values")
-    return None
-
-
-def _streaming_refusal(op: FusedOp, no: Any) -> Refusal | None:
-    from aicf_jax.kernels import _streamed
-
-    try:
-        program = _streamed.forward(op).program
-    except mcir.MCIRError as error:
-        code = getattr(error, "code", "derive")
-        return no(code, getattr(error, "expected", "a program"), getattr(error, "found", str(error)))
-    streams = [s for _, s in program.statements() if isinstance(s, mcir.Stream)]
-    reductions = [s for _, s in program.statements() if isinstance(s, mcir.OnlineReduction)]
-    if len(program.nests) != 1 or len(streams) != 1 or not any(r.corrected_by for r in reductions):
-        return no("not_linear", "weights that enter the product linearly, in one pass over the keys", "several passes")
-    return None
 
 
 def _unfused_bytes(op: FusedOp, platform: str) -> int:
@@ -340,29 +97,6 @@ def _unfused_bytes(op: FusedOp, platform: str) -> int:
 
 COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"))
 
-
-def input_names(op: FusedOp) -> dict[int, str]:
-    """Q, K and V among the inputs: by the axes they have, whichever operand of its product each is."""
-    graph = region_graph(op)
-    (p_value, p), _ = graph.outputs
-    keys = set(p.dims[_keys_dimension(op, len(p.dims))])
-    first, second = (v for v in graph.values if v.op == "dot")
-    found: dict[int, str] = {}
-    for operand in first.args:
-        _name(graph, operand, "K" if keys & set(graph.values[operand].axes) else "Q", found)
-    for operand in second.args:
-        _name(graph, operand, "V", found)
-    return found
-
-
-def _name(graph: Any, value: int, name: str, found: dict[int, str]) -> None:
-    """Names the input that an operand of a product is, if it is one."""
-    while graph.values[value].op == "convert_element_type":
-        value = graph.values[value].args[0]
-    if graph.values[value].op == "input":
-        found.setdefault(int(graph.values[value].param("argument")), name)
-
-
 OP = SemanticOp(
     "attention",
     SCHEMA,
@@ -371,7 +105,7 @@ OP = SemanticOp(
     _check,
     names=input_names,
     extend=absorb,
-    prove=_prove,
+    prove=prove,
     composite=COMPOSITE,
     any_operands=True,
     unfused_bytes=_unfused_bytes,

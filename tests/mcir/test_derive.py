@@ -13,8 +13,8 @@ from tests.mcir.functions import CASES, scores
 
 #: Unit roundoff, half the distance from 1 to the next number.
 ROUNDOFF = {d: float(jnp.finfo(d).eps) / 2 for d in ("float64", "float32", "bfloat16", "float16")}
-#: The longest sum is over 29 elements; each contributes its own rounding, as do about eight operations on it. Scores are
-#: of magnitude up to 8, which exp turns from absolute into relative error.
+#: The longest sum is over 29 elements; each contributes its own rounding, as do about eight operations on it. Scores
+#: are of magnitude up to 8, which exp turns from absolute into relative error.
 WORST = 29 * 8
 LOW = ("attention", "causal", "window", "grouped", "backward", "backward, causal", "logsumexp", "normalized late")
 #: In the narrow type a result goes through this many roundings, one after the other, of values up to its own scale:
