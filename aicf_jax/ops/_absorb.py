@@ -46,8 +46,8 @@ def _behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
         if position < 0 or len(nodes) >= _NODES or not _can_repeat(graph, position):
             leaves.add(v)
             continue
-        # A value that is small already is read: nothing is gained by going on.
-        if v != vid and _size(graph, v) * 16 <= _size(graph, vid):
+        # A value that is small already is read: nothing is gained by going on, unless it rests on no data at all.
+        if v != vid and _size(graph, v) * 16 <= _size(graph, vid) and not _rests_on_nothing(graph, position):
             leaves.add(v)
             continue
         nodes.add(position)
@@ -56,6 +56,10 @@ def _behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
                 seen.add(w)
                 todo.append(w)
     return nodes, leaves
+
+
+def _rests_on_nothing(graph: Graph, position: int) -> bool:
+    return all(graph.values[w].kind == "literal" for w in graph.nodes[position].inputs)
 
 
 def _can_repeat(graph: Graph, position: int) -> bool:
