@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aicf_jax import _compat
@@ -134,8 +134,7 @@ def linearize(graph: Graph, fused_eqns: dict[int, Any]) -> ExecPlan:
         items.append(Item(node.covers[0], eqn))
     results = [graph.values[v].atom for v in graph.results]
     needed = _needed(items, results, {v for eqn in fused_eqns.values() for v in eqn.outvars})
-    covered.update(_read_inside(graph, fused_eqns.values()))
-    calls = _whole_calls(graph, covered)
+    calls = _whole_calls(graph, covered, needed)
     return ExecPlan(
         tuple(_ordered(list(_emitted(graph, needed, calls)))),
         tuple(graph.values[v].atom for v in graph.arguments),
@@ -164,18 +163,18 @@ def _needed(items: Sequence[Item], results: Sequence[Any], replaced: set[Any]) -
     return sorted(kept.values(), key=lambda item: item.position)
 
 
-def _read_inside(graph: Graph, fused: Iterable[Any]) -> Iterator[int]:
-    """Positions of equations inside seen-through calls whose values fused operations read but the calls do not give."""
-    read = {id(v) for eqn in fused for v in eqn.invars}
-    for position, flat in enumerate(graph.equations):
-        mine = [v for v in flat.eqn.outvars if id(v) in read]
-        if mine and not {id(v) for v in mine} <= {id(v) for v in graph.program.eqns[flat.top].outvars}:
-            yield position
+def _whole_calls(graph: Graph, covered: set[int], needed: Sequence[Item]) -> set[int]:
+    """Positions (in the program) of seen-through calls that nothing was fused across.
 
-
-def _whole_calls(graph: Graph, covered: set[int]) -> set[int]:
-    """Positions (in the program) of seen-through calls that nothing was fused across."""
+    Neither is anything inside of them read from outside, as by an operation that took in the rest of the call.
+    """
+    program = graph.program.eqns
     broken = {graph.equations[c].top for c in covered}
+    home = {id(flat.eqn): flat.top for flat in graph.equations}
+    inner = {id(v): f.top for f in graph.equations for v in f.eqn.outvars if v not in program[f.top].outvars}
+    for item in needed:
+        own = home.get(id(item.eqn))
+        broken.update(top for v in item.reads if (top := inner.get(id(v))) is not None and top != own)
     return {top for top, eqn in enumerate(graph.program.eqns) if is_transparent(eqn) and top not in broken}
 
 

@@ -27,6 +27,10 @@ from mcir.operations import empty_value, shifted_exp
 from mcir.visibility import needs_all, visible_blocks
 
 
+#: In the environment: whether all numbers in memory are finite.
+_FINITE = "all finite"
+
+
 def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
     """A function of the arrays that the original function takes, in their own layout, giving its results."""
     program = lower_program(derived.program)
@@ -48,11 +52,16 @@ def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
 def lower_program(program: Program) -> Callable[..., tuple[Any, ...]]:
     """A function from the program's inputs to its outputs: arrays whose dimensions are the axes of their types."""
     runs = [_Nest(program, nest) for nest in program.nests]
+    skipping = any(isinstance(s, Stream) and s.skip is not None for _, s in program.statements())
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         memory: Env = {}
         for buffer, array in zip(program.role("input"), inputs, strict=True):
             memory[buffer.name] = _padded(array, buffer.type, program)
+        if skipping:
+            arrays = [memory[b.name] for b in program.role("input")]
+            finite = [jnp.isfinite(x).all() for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+            memory[_FINITE] = jnp.stack(finite).all() if finite else jnp.bool_(True)
         for nest in runs:
             nest(memory)
         return tuple(_cut(memory[b.name], b.type, program) for b in program.role("output"))
@@ -209,6 +218,8 @@ class _Nest(Tiles):
         low, high = self._bounds(found, scope)
         skip = stream.skip
         dtype_of = {n: d.type.dtype for d in self.nest.body if isinstance(d, OnlineReduction) for n in d.results}
+        # A hidden block adds 0 times something: nothing, unless that is NaN or infinite.
+        low, high = jnp.where(memory[_FINITE], low, 0), jnp.where(memory[_FINITE], high, axis.count)
         if skip.rows is None:
             return jax.lax.fori_loop(low, high, body, carry)
         if skip.rows in states:

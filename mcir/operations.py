@@ -56,10 +56,11 @@ POINTWISE: dict[str, Callable[..., Any]] = {
 def shifted_exp(x: Any, m: Any, base: float) -> Any:
     """``exp(base (x - m))`` of scores relative to a running maximum; a maximum that is infinite counts as zero.
 
-    So a row that has seen only -inf has weights 0, and a row with a NaN keeps it.
+    So a row that has seen only -inf has weights 0, and a row with a NaN keeps it. x is no larger than m; saying so
+    keeps the compiler from one multiply-subtract without the rounding that x had when its maximum was taken.
     """
     safe = jnp.where(jnp.isfinite(m) | jnp.isnan(m), m, 0)
-    difference = x - safe
+    difference = jnp.where(jnp.isinf(m), x, jnp.minimum(x, m)) - safe
     return jnp.exp(difference if base == 1.0 else difference * jnp.asarray(base, difference.dtype))
 
 

@@ -83,7 +83,7 @@ class _Reader:
         return use
 
     def read(self, env: dict[Any, Use], atom: Any) -> Use:
-        return self.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+        return self.constant(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, jex.Literal) else env[atom]
 
     # -- programs ---------------------------------------------------------------------------------------
     def run(self, jaxpr: Any, env: dict[Any, Use]) -> None:

@@ -136,11 +136,12 @@ class _Proof:
         return value.op in _THROUGH and any(self.zero(a) for a in value.args)
 
     def _vanishing(self, v: int, base: float) -> bool:
-        """Whether ``exp`` of this is zero: `fill` minus row values, the first of which decides."""
+        """Whether ``exp`` of this is zero: `fill`, or less than it, minus row values, the first of which decides."""
         value, rows = self.graph.values[v], []
-        while value.op == "sub" and not self.filled(v):
-            rows.append(value.args[1])
-            v = value.args[0]
+        while value.op in ("sub", "min") and not self.filled(v):
+            if value.op == "sub":
+                rows.append(value.args[1])
+            v = next((a for a in value.args if self.filled(a)), value.args[0])
             value = self.graph.values[v]
         if not self.filled(v) or not rows:
             return False
@@ -305,9 +306,10 @@ def underflow_margin(dtype: str) -> float:
 def needs_all(skip: Skip, rows: Any, dtype: str) -> Any:
     """Whether some row is so low that hidden scores count in it: ``base (fill - row) > -margin``.
 
-    Also where nothing of a row is visible: its maximum is `fill` or -inf.
+    Also where nothing of a row is visible: its maximum is `fill` or -inf; and where a row is NaN everywhere, for it has
+    a maximum that is NaN or infinite.
     """
     import jax.numpy as jnp
 
     limit = skip.fill + underflow_margin(dtype) / skip.base
-    return jnp.any(rows <= jnp.asarray(limit, rows.dtype))
+    return jnp.any(~(rows > jnp.asarray(limit, rows.dtype)) | jnp.isinf(rows))

@@ -101,7 +101,11 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
     """P, laid out like the scores, from the scores, recomputed, and the log-sum-exp of each row."""
     x, mask = _scores_and_mask(op, inputs)
-    p = _exponential(op, _wide(x, mask), m) * jnp.expand_dims(1 / total, op.blob["axis"])
+    x = _wide(x, mask)
+    if not op.blob["guarded"]:
+        # x is computed anew, rounded otherwise perhaps, and no larger than m all the same.
+        x = jnp.minimum(x, jnp.expand_dims(m, op.blob["axis"]))
+    p = _exponential(op, x, m) * jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
         p = jnp.where(mask, p, 0)
     return p
