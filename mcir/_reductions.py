@@ -80,19 +80,21 @@ class Reductions(Values):
         name = self.site.names.fresh(self._state_name(r, kind))
         if kind == "exp":
             self.states[same] = name
-        dtype = accumulator(value.dtype)
-        self.declared.append(
-            OnlineReduction(
-                (name,), _MONOID[value.op], self.site.renamed(over), self._type(dtype, value.axes), corrected, base
-            )
-        )
+        # Over axes of tiles too: the state keeps those, and what a tile adds up over them in the end is a share.
+        type_ = self._type(accumulator(value.dtype), (*value.axes, *self._tiled(r)))
+        streamed = self.site.renamed([a for a in over if a not in self.loops])
+        self.declared.append(OnlineReduction((name,), _MONOID[value.op], streamed, type_, corrected, base))
         self.inside.append(Update((name,), tuple(args)))
         return name
+
+    def _tiled(self, r: int) -> list[str]:
+        """Axes of the surrounding tiles that a reduction is over besides the stream's."""
+        return [a for a in self.graph.values[r].param("over") if a in self.loops]
 
     def _state_name(self, r: int, kind: str) -> str:
         """``dk_acc`` where it ends up in a buffer as it is; else as in the papers: m, l, acc."""
         dot = self.graph.values[r].op == "dot"
-        if r in self.targets and not (dot and kind == "exp"):
+        if r in self.targets and not self._tiled(r) and not (dot and kind == "exp"):
             return f"{self.targets[r]}_acc"
         if dot:
             return "acc"
@@ -186,9 +188,20 @@ class Reductions(Values):
         if kind == "exp":
             assert isinstance(form, Exp)
             name = self._put_back(forms, r, form, state, states)
+        if tiled := self._tiled(r):
+            self.outer[r] = self._share_of(r, name, tiled)
+            return
         if dtype != value.dtype:
             name = self._cast(self.body, name, value.dtype, value.axes)
         self.outer[r] = name
+
+    def _share_of(self, r: int, state: str, tiled: list[str]) -> str:
+        """What one tile adds to a sum over tiles."""
+        value = self.graph.values[r]
+        name = self.site.names.fresh(f"{self.targets[r]}_part" if r in self.targets else "part")
+        over = (("over", self.site.renamed(tiled)),)
+        self.body.append(Compute(name, "reduce_sum", (state,), over, self._type(accumulator(value.dtype), value.axes)))
+        return name
 
     def _put_back(self, forms: Forms, r: int, form: Exp, state: str, states: dict[int, str]) -> str:
         value = self.graph.values[r]
