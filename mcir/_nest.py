@@ -67,6 +67,7 @@ class Nest(Reductions):
 
     def _phase(self, forms: Forms, reductions: list[int], ready: list[int], phase: int) -> None:
         self.inside, self.inner, self.maxima, self.states = [], {}, {}, {}
+        self.computed_before = set(self.site.computed)
         declared: list[Any] = []
         self.declared = declared
         finals: list[tuple[int, str, Kind]] = []

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 from mcir.graph import ComputationGraph
 
+#: A value that no input or result is as large as counts this many times its size: scores of 64 queries and keys before
+#: results of 64 queries and 128 features.
+_OUTGROWS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -61,7 +65,15 @@ class Planner:
         made = [v for v in live if v not in self.known and values[v].op not in ("input", "constant")]
         if not made:
             made = live
-        largest = max(made, key=lambda v: (self._bytes(v), values[v].op == "dot", -v))
+        given = [set(values[v].axes) for v in live if v in self.known or values[v].op == "input"]
+        given += [set(values[v].axes) for v in targets]
+
+        def rank(v: int) -> tuple[int, bool, int]:
+            # What is not as large as some input or result alone grows faster than all of them: it goes first.
+            alone = any(set(values[v].axes) <= axes for axes in given)
+            return self._bytes(v) * (1 if alone else _OUTGROWS), values[v].op == "dot", -v
+
+        largest = max(made, key=rank)
         axes = tuple(a for a in values[largest].axes if a not in self.whole)
         reductions = [v for v in live if v not in self.known and values[v].param("over")]
         candidates = [a for a in axes if any(a in values[r].param("over") for r in reductions)]

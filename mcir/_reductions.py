@@ -42,7 +42,7 @@ class Reductions(Values):
         if isinstance(form, Exp):
             over = value.param("over")
             rows = [q for q, _ in (*form.rows, *form.factors)]
-            if set(over) & set(self.loops) or any(set(self.graph.values[q].axes) & set(over) for q in rows):
+            if any(set(self.graph.values[q].axes) & set(over) for q in rows):
                 return None
             return "exp", form, bad[0]
         if (
@@ -62,8 +62,6 @@ class Reductions(Values):
         if kind == "moments":
             assert isinstance(form, Squared)
             return self._moments(form.x, over, value)
-        if self._accumulates(r):
-            return self._partial_sum(r)
         corrected, base, same = None, 1.0, None
         args = [self._inner_value(a) if i != k or kind == "plain" else "" for i, a in enumerate(value.args)]
         dtypes = [self.graph.values[a].dtype for a in value.args]
@@ -82,35 +80,21 @@ class Reductions(Values):
         name = self.site.names.fresh(self._state_name(r, kind))
         if kind == "exp":
             self.states[same] = name
-        dtype = accumulator(value.dtype)
-        self.declared.append(
-            OnlineReduction(
-                (name,), _MONOID[value.op], self.site.renamed(over), self._type(dtype, value.axes), corrected, base
-            )
-        )
+        # Over axes of tiles too: the state keeps those, and what a tile adds up over them in the end is a share.
+        type_ = self._type(accumulator(value.dtype), (*value.axes, *self._tiled(r)))
+        streamed = self.site.renamed([a for a in over if a not in self.loops])
+        self.declared.append(OnlineReduction((name,), _MONOID[value.op], streamed, type_, corrected, base))
         self.inside.append(Update((name,), tuple(args)))
         return name
 
-    def _partial_sum(self, r: int) -> str:
-        """A sum over the stream and tiled axes: each tile's share of it, to be accumulated in memory."""
-        value = self.graph.values[r]
-        here = tuple(a for a in value.param("over") if a != self.stream)
-        dtype = accumulator(value.dtype)
-        share = self.site.names.fresh("part")
-        params = (("over", self.site.renamed(here)), *((k, p) for k, p in value.params if k != "over"))
-        axes = (*value.axes, self.stream)
-        args = tuple(self._inner_value(a) for a in value.args)
-        self.inside.append(Compute(share, value.op, args, params, self._type(dtype, axes)))
-        name = self.site.names.fresh("sum")
-        stream = self.site.renamed((self.stream,))
-        self.declared.append(OnlineReduction((name,), "sum", stream, self._type(dtype, value.axes)))
-        self.inside.append(Update((name,), (share,)))
-        return name
+    def _tiled(self, r: int) -> list[str]:
+        """Axes of the surrounding tiles that a reduction is over besides the stream's."""
+        return [a for a in self.graph.values[r].param("over") if a in self.loops]
 
     def _state_name(self, r: int, kind: str) -> str:
         """``dk_acc`` where it ends up in a buffer as it is; else as in the papers: m, l, acc."""
         dot = self.graph.values[r].op == "dot"
-        if r in self.targets and not (dot and kind == "exp"):
+        if r in self.targets and not self._tiled(r) and not (dot and kind == "exp"):
             return f"{self.targets[r]}_acc"
         if dot:
             return "acc"
@@ -204,9 +188,20 @@ class Reductions(Values):
         if kind == "exp":
             assert isinstance(form, Exp)
             name = self._put_back(forms, r, form, state, states)
+        if tiled := self._tiled(r):
+            self.outer[r] = self._share_of(r, name, tiled)
+            return
         if dtype != value.dtype:
             name = self._cast(self.body, name, value.dtype, value.axes)
         self.outer[r] = name
+
+    def _share_of(self, r: int, state: str, tiled: list[str]) -> str:
+        """What one tile adds to a sum over tiles."""
+        value = self.graph.values[r]
+        name = self.site.names.fresh(f"{self.targets[r]}_part" if r in self.targets else "part")
+        over = (("over", self.site.renamed(tiled)),)
+        self.body.append(Compute(name, "reduce_sum", (state,), over, self._type(accumulator(value.dtype), value.axes)))
+        return name
 
     def _put_back(self, forms: Forms, r: int, form: Exp, state: str, states: dict[int, str]) -> str:
         value = self.graph.values[r]

@@ -132,17 +132,14 @@ class Problem:
         kv_heads = self.kv_heads or self.heads
         return kv_heads, self.heads // kv_heads
 
-    @property
-    def wide(self) -> str:
-        """The type of scores and sums."""
-        return str(jnp.promote_types(self.dtype, jnp.float32))
-
     def avals(self, *names: str) -> Sequence[jax.ShapeDtypeStruct]:
         rows, kv = (self.batch, self.heads, self.q_len), (self.batch, self.groups[0], self.kv_len or self.q_len)
         value_dim = self.value_dim or self.head_dim
         shapes = {"q": (*rows, self.head_dim), "k": (*kv, self.head_dim), "v": (*kv, value_dim), "m": rows, "l": rows}
         return [
-            jax.ShapeDtypeStruct(shapes.get(n, (*rows, value_dim)), self.wide if n in ("m", "l") else self.dtype)
+            jax.ShapeDtypeStruct(
+                shapes.get(n, (*rows, value_dim)), _wide(self.dtype) if n in ("m", "l") else self.dtype
+            )
             for n in names
         ]
 
@@ -171,7 +168,7 @@ class Problem:
         return x if visible is None else jnp.where(visible, x, jnp.asarray(fill, x.dtype))
 
     def scores(self, q: Any, k: Any) -> Any:
-        x = jnp.einsum("bhgid,bhjd->bhgij", self.grouped(q), k, preferred_element_type=self.wide)
+        x = jnp.einsum("bhgid,bhjd->bhgij", self.grouped(q), k, preferred_element_type=_wide(q.dtype))
         return self.masked(x * jnp.asarray(self.factor, x.dtype), self.fill)
 
     @property
@@ -185,14 +182,14 @@ class Problem:
             p = jnp.exp(x - m[..., None])
             l = jnp.sum(p, axis=-1)
             weights = (p / l[..., None]).astype(v.dtype)
-            out = jnp.einsum("bhgij,bhje->bhgie", weights, v, preferred_element_type=self.wide).astype(v.dtype)
+            out = jnp.einsum("bhgij,bhje->bhgie", weights, v, preferred_element_type=x.dtype).astype(v.dtype)
             return tuple(map(self.ungrouped, (out, m, l))) if save else self.ungrouped(out)
 
         return attention
 
     def backward(self) -> Callable[..., Any]:
         def attention_backward(q: Any, k: Any, v: Any, out: Any, m: Any, l: Any, dout: Any) -> Any:
-            m, l, wide = self.grouped(m), self.grouped(l), self.wide
+            m, l, wide = self.grouped(m), self.grouped(l), _wide(q.dtype)
             p = jnp.exp(self.scores(q, k) - m[..., None]) / l[..., None]
             q, dout, out = self.grouped(q), self.grouped(dout), self.grouped(out)
             dv = jnp.einsum("bhgij,bhgie->bhje", p.astype(v.dtype), dout, preferred_element_type=wide)
@@ -202,6 +199,11 @@ class Problem:
             dx = dx.astype(v.dtype)
             dq = jnp.einsum("bhgij,bhjd->bhgid", dx, k, preferred_element_type=wide)
             dk = jnp.einsum("bhgij,bhgid->bhjd", dx, q, preferred_element_type=wide)
-            return self.ungrouped(dq).astype(self.dtype), dk.astype(self.dtype), dv.astype(self.dtype)
+            return self.ungrouped(dq).astype(v.dtype), dk.astype(v.dtype), dv.astype(v.dtype)
 
         return attention_backward
+
+
+def _wide(dtype: Any) -> str:
+    """The type of scores and sums."""
+    return str(jnp.promote_types(dtype, jnp.float32))

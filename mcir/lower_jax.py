@@ -160,16 +160,20 @@ class _Nest(Tiles):
     def _load(self, array: Any, type_: Type, position: Env) -> Any:
         if array.ndim != len(type_.axes):
             return array
-        starts = [position.get(a, 0) * self.axes[a].block if a in position else 0 for a in type_.axes]
+        starts = self._starts(type_.axes, position)
         sizes = [self.axes[a].block if a in position else self.axes[a].size for a in type_.axes]
         if list(array.shape) == sizes:
             return array
         return jax.lax.dynamic_slice(array, starts, sizes)
 
+    def _starts(self, axes: Sequence[str], position: Env) -> list[Any]:
+        """Where a tile begins. In one type: with 64-bit types enabled, loops count in several."""
+        return [jnp.int32(position[a] * self.axes[a].block if a in position else 0) for a in axes]
+
     def _store(self, s: Store, scope: Scope, memory: Env) -> None:
         buffer, array = self.program.buffer(s.buffer), memory[s.buffer]
         axes, position = buffer.type.axes, scope.position
-        starts = [position[a] * self.axes[a].block if a in position else 0 for a in axes]
+        starts = self._starts(axes, position)
         value = scope.values[s.value].astype(buffer.type.dtype)
         if s.accumulate:
             value = value + jax.lax.dynamic_slice(array, starts, value.shape)

@@ -60,6 +60,7 @@ def from_jaxpr(jaxpr: Any, consts: Sequence[Any] = ()) -> ComputationGraph:
 class _Reader:
     def __init__(self) -> None:
         self.made = 0
+        self.dims: list[list[Dim]] = []
 
     def node(self, *args: Any, **kwargs: Any) -> Node:
         self.made += 1
@@ -118,7 +119,9 @@ class _Reader:
         make = self._maker(name, eqn)
 
         def use() -> Instance:
-            return make([u() for u in uses])
+            instance = make([u() for u in uses])
+            self.dims.append(instance[1])
+            return instance
 
         if anchor or any(getattr(u, "anchored", False) for u in uses):
             instance = use()
@@ -213,6 +216,11 @@ class _Reader:
 
     # -- names ------------------------------------------------------------------------------------------
     def finish(self, outputs: Sequence[Instance], avals: Sequence[Any]) -> ComputationGraph:
+        for dims in self.dims:
+            atoms = [id(a) for d in dims for a in resolve(d)]
+            if len(set(atoms)) < len(atoms):
+                sizes = [size_of(d) for d in dims]
+                raise DeriveError("axis_twice", "each axis once in a value", f"a diagonal of an array of shape {sizes}")
         return Finisher().finish(outputs, avals)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mcir.attention import Problem
 from mcir.derive import Derived, derive_bound
+from mcir.ir import Stream
 
 I, J, D, E = 13, 11, 4, 3
 
@@ -142,3 +143,23 @@ CASES = {
     "softmax": Case(column_softmax, ((29, 5), (5,))),
     "two results": Case(two_results, _QKV),
 }
+
+#: Unit roundoff, half the distance from 1 to the next number.
+ROUNDOFF = {d: float(jnp.finfo(d).eps) / 2 for d in ("float64", "float32", "bfloat16", "float16")}
+#: The longest sum is over 29 elements; each adds its own rounding, as do about eight operations on it. Scores are
+#: of magnitude up to 8, which exp turns from absolute into relative error.
+WORST = 29 * 8
+
+
+def blocked(derived: Derived, block: int) -> Derived:
+    """With blocks of this size along the axes that are cut anywhere."""
+    program = derived.program
+    looped = {a for loops, s in program.statements() for a in (*loops, *([s.axis] if isinstance(s, Stream) else []))}
+    program = program.with_blocks(**dict.fromkeys(looped, block)).verify()
+    return Derived(program, derived.arguments, derived.results, derived.graph)
+
+
+def close(found, expected, room, name=""):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    scale = max(1.0, float(np.max(np.abs(expected[np.isfinite(expected)]), initial=0)))
+    np.testing.assert_allclose(found, expected, rtol=room, atol=room * scale, err_msg=name)
