@@ -77,6 +77,18 @@ def _finite(m: Any) -> Any:
     return jnp.where(jnp.isfinite(m), m, 0)
 
 
+@jax.custom_jvp
+def _capped(x: Any, m: Any) -> Any:
+    """x, which is computed anew, rounded otherwise perhaps, and no larger than its maximum m all the same."""
+    return jnp.minimum(x, m)
+
+
+@_capped.defjvp
+def _capped_jvp(primals: Any, tangents: Any) -> Any:
+    # Not that of a minimum, which would split the tangent where x = m.
+    return _capped(*primals), tangents[0]
+
+
 def _exponential(op: FusedOp, x: Any, m: Any) -> Any:
     difference = x - jnp.expand_dims(_finite(m), op.blob["axis"])
     base = op.blob["base"]
@@ -103,8 +115,7 @@ def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
     x, mask = _scores_and_mask(op, inputs)
     x = _wide(x, mask)
     if not op.blob["guarded"]:
-        # x is computed anew, rounded otherwise perhaps, and no larger than m all the same.
-        x = jnp.minimum(x, jnp.expand_dims(m, op.blob["axis"]))
+        x = _capped(x, jnp.expand_dims(m, op.blob["axis"]))
     p = _exponential(op, x, m) * jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
         p = jnp.where(mask, p, 0)
