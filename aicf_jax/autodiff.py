@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from aicf_jax import _compat
+from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step
 
 
@@ -51,7 +52,7 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [slots[s] for s in op.results], [] if op.residual is None else [slots[op.residual]]
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def saved_avals(op: FusedOp) -> tuple[Any, ...]:
     """Types of what `save` keeps; a composite keeps the results as well."""
     if op.semantic.composite is None:
@@ -148,7 +149,7 @@ activation_grad_p.def_abstract_eval(lambda r, t, *, grad: _compat.abstract_resul
 mlir.register_lowering(activation_grad_p, mlir.lower_fun(lambda r, t, *, grad: grad(r, t), multiple_results=False))
 
 
-@functools.lru_cache(maxsize=256)
+@memo(256)
 def _jitted_grad(grad: PointwiseGrad) -> Any:
     return jax.jit(grad)
 

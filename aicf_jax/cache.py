@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aicf_jax import _compat
-from aicf_jax.engine import Context, Engine, Rewritten, backward_program, batched_program
+from aicf_jax import _compat, memo
+from aicf_jax.engine import Context, Engine, Rewritten
 from aicf_jax.fingerprint import Uncacheable, describe
 
 #: Plans kept; the least recently used goes first.
@@ -154,8 +154,7 @@ def cache_info() -> CacheInfo:
 def clear_caches() -> None:
     """Forgets all plans and derived programs. Counters go on."""
     PLANS.clear()
-    backward_program.cache_clear()
-    batched_program.cache_clear()
+    memo.clear()
 
 
 def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:

@@ -7,7 +7,6 @@ cond, remat, shard_map and custom derivative calls are entered first and rewritt
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.flags import PRIMITIVE_FLAGS, OpFlags
 from aicf_jax.graph import Graph, build
 from aicf_jax.kernels import Kernel
+from aicf_jax.memo import memo
 from aicf_jax.normalize import normalize
 from aicf_jax.ops import FusedOp, Step
 from aicf_jax.pattern import Match, Pattern, match, near_miss
@@ -168,7 +168,7 @@ class Engine:
         return rewrite(graph, rewrites).verify() if rewrites else graph
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def prove(op: FusedOp) -> Refusal | None:
     """What an operation's kind says against it as a whole; asked once for equal operations."""
     return op.semantic.prove(op)
@@ -181,7 +181,7 @@ def selected(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
     return chosen, tuple(dataclasses.replace(r, site=op.site) for r in refusals)
 
 
-_selected = functools.lru_cache(maxsize=512)(select)
+_selected = memo()(select)
 
 
 def _equation(graph: Graph, position: int) -> Any:
@@ -200,7 +200,7 @@ def _equation(graph: Graph, position: int) -> Any:
 # -- programs the primitives ask for --------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def batched_program(op: FusedOp, residual: bool, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Any:
     """The equations of an operation under ``vmap``, sent through the engine again."""
     f = jax.vmap(lambda *xs: primitives._results(op, xs, residual, None), in_axes=dims)
@@ -208,7 +208,7 @@ def batched_program(op: FusedOp, residual: bool, dims: tuple[Any, ...], avals: t
     return _compat.as_function(Engine(op.context).rewrite(jaxpr).jaxpr)
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> FusedOp:
     """The operation under ``vmap``: each of its steps batched along a leading dimension, and selected again.
 
@@ -251,7 +251,7 @@ class Backward:
         return _compat.as_function(self.rewritten.jaxpr)(*inputs, *saved, ct)
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
     """The composite backward of an operation for some of its inputs, matched and selected like any program."""
     saved = autodiff.saved_avals(op)

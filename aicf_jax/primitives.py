@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 
 from aicf_jax import _compat, autodiff, log, verify
 from aicf_jax.errors import FuseError
+from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from aicf_jax.policy import TARGETS
 from aicf_jax.select import check_results, is_left_to_xla, kernel_for
@@ -78,13 +79,13 @@ def _has_residual(op: FusedOp, residual: bool) -> bool:
     return residual and (op.residual is not None or op.semantic.composite is not None)
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def _function(op: FusedOp, residual: bool, platform: str | None) -> Any:
     """One function object per operation, so that jax's own caches hit."""
     return lambda *inputs: _results(op, inputs, residual, platform)
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def _jitted(op: FusedOp, residual: bool) -> Any:
     return jax.jit(lambda *inputs: fused_p.bind(*inputs, op=op, residual=residual))
 
@@ -216,7 +217,7 @@ def _tangent_abstract(*avals: Any, op: FusedOp, present: tuple[bool, ...]) -> An
     return _compat.abstract_result(functools.partial(_tangent, op=op, present=present), *avals)[0]
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def _jitted_tangent(op: FusedOp, present: tuple[bool, ...]) -> Any:
     return jax.jit(functools.partial(_tangent, op=op, present=present))
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import mcir
+from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
 from mcir.schedule import Hardware, batch_axes, schedule
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def forward(op: FusedOp) -> Derived:
     """The program of the operation's results."""
     return _derived(op, lambda *xs: _results(op, xs), "attention", _input_names(op))
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def forward_saving(op: FusedOp) -> Derived:
     """The program of the operation's results and of what its backward wants kept."""
     composite = op.semantic.composite
@@ -33,7 +33,7 @@ def forward_saving(op: FusedOp) -> Derived:
     return _derived(op, f, "attention", _input_names(op), (*["out"] * len(op.results), *composite.names[1:]))
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def backward(op: FusedOp) -> Derived:
     """The program of a derived backward."""
     names = [_PRINTED.get(n, n.lower()) for n in op.input_names]
@@ -60,7 +60,7 @@ def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequ
     return from_graph(mcir.trace(f, *op.in_avals), name, names, results)
 
 
-@functools.lru_cache(maxsize=1)
+@memo(1)
 def host() -> Hardware:
     """The machine this process runs on."""
     return Hardware.host()
@@ -79,7 +79,7 @@ def cache_bytes(platform: str) -> int:
     return host().cache_bytes // 4
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def lowered(make: Any, op: FusedOp) -> Any:
     """The program of an operation as a function, with tiles for this machine."""
     derived = make(op)

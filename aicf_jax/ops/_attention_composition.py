@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 import mcir
 from aicf_jax import _compat
+from aicf_jax.memo import memo
 from aicf_jax.ops._semantic import FusedOp, Step
 
 _ACCUMULATE = {"bfloat16": "float32", "float16": "float32"}
@@ -193,7 +193,7 @@ def keys_dimension(op: FusedOp, ndim: int) -> int:
     return permutation(op, ndim).index(op.blob["axis"] % ndim)
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def _layout(op: FusedOp) -> tuple[set[str], Any, Any, dict[str, int]]:
     """``(axes of P's rows, axes of P's dimensions, of the result's dimensions, sizes)``."""
     graph = region_graph(op)
@@ -203,7 +203,7 @@ def _layout(op: FusedOp) -> tuple[set[str], Any, Any, dict[str, int]]:
     return rows, p.dims, out.dims, graph.axes
 
 
-@functools.lru_cache(maxsize=512)
+@memo()
 def region_graph(op: FusedOp) -> Any:
     """The computation graph of the operation, with P and the result as its outputs."""
     k, _ = softmax_step(op)
