@@ -8,7 +8,7 @@ from typing import Any
 
 from mcir._axes import Dim, resolve
 from mcir._node import REDUCTIONS, Instance, Node
-from mcir._simplify import in_one_form, simplified
+from mcir._simplify import in_one_form, negated, simplified
 from mcir.errors import DeriveError
 from mcir.graph import ComputationGraph, Value, View
 
@@ -106,8 +106,16 @@ class Finisher:
         if len(set(over)) < len(over):
             raise DeriveError("axis_twice", "each axis contracted once", f"{over}")
 
+    def _hiding(self, args: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """The opposite of a mask's condition where it says what is hidden: masks are to say what is visible."""
+        constant = [self.values[a].op == "constant" for a in args]
+        return negated(args[0], self.values) if constant == [False, False, True] else None
+
     def intern(self, op: str, args: tuple[int, ...], params: Any, axes: set[str], dtype: str) -> int:
-        op, args = in_one_form(op, args, self.values)
+        if not (op == "dot" and "/" in dict(params).get("precision", "")):
+            op, args = in_one_form(op, args, self.values)
+        if op == "select_n" and (test := self._hiding(args)) is not None:
+            args = (self.intern(*test, (), set(self.values[args[0]].axes), "bool"), args[2], args[1])
         known = simplified(op, args, [self.values[a] for a in args], axes, dtype)
         if isinstance(known, int):
             return known

@@ -16,6 +16,9 @@ from mcir.errors import DeriveError
 from mcir.ir import Skip, Store, Stream, Tile
 from mcir.visibility import find_skip
 
+#: Maxima first, for sums are relative to them; products last: m, l, acc.
+_ORDER = {"reduce_max": 0, "dot": 2}
+
 
 class Nest(Reductions):
     """One nest; see `mcir._values.Values` for what it is made from."""
@@ -71,7 +74,7 @@ class Nest(Reductions):
         declared: list[Any] = []
         self.declared = declared
         finals: list[tuple[int, str, Kind]] = []
-        order = sorted(reductions, key=lambda r: (self.graph.values[r].op != "reduce_max", r))
+        order = sorted(reductions, key=lambda r: (_ORDER.get(self.graph.values[r].op, 1), r))
         updated: list[tuple[int, Any]] = []
         for r in order:
             found = self._form_of(forms, r)

@@ -31,18 +31,26 @@ _TURNED = {"le": "ge", "lt": "gt"}
 
 
 def in_one_form(op: str, args: tuple[int, ...], values: Sequence[Value]) -> tuple[str, tuple[int, ...]]:
-    """One spelling of many: operands in order, ``>`` and ``>=`` only, no negated condition in a select."""
+    """One spelling of many: operands in order (inputs last in products), ``>`` and ``>=`` only, nothing negated."""
     if op in ("add", "mul", "max", "min", "and", "or") and len(args) == 2:
         return op, tuple(sorted(args))
     if op in _TURNED:
         return _TURNED[op], args[::-1]
     if op == "select_n" and len(args) == 3 and values[args[0]].op == "not":
         return op, (values[args[0]].args[0], args[2], args[1])
-    if op == "not" and values[args[0]].op in ("ge", "gt"):
-        a, b = values[args[0]].args
-        if "int" in values[a].dtype:
-            return {"ge": "gt", "gt": "ge"}[values[args[0]].op], (b, a)
+    if op == "not" and (turned := negated(args[0], values)) is not None:
+        return turned
+    if op == "dot":
+        return op, tuple(sorted(args, key=lambda a: values[a].op == "input"))
     return op, args
+
+
+def negated(position: int, values: Sequence[Value]) -> tuple[str, tuple[int, ...]] | None:
+    """The comparison of integers that is the opposite of this one."""
+    value = values[position]
+    if value.op not in ("ge", "gt") or "int" not in values[value.args[0]].dtype:
+        return None
+    return {"ge": "gt", "gt": "ge"}[value.op], value.args[::-1]
 
 
 def simplified(op: str, args: Sequence[int], values: Sequence[Value], axes: set[str], dtype: str) -> Any:
@@ -60,6 +68,8 @@ def _unchanged(op: str, values: Sequence[Value], dtype: str) -> int | None:
     """Which argument the operation gives back, if it does."""
     constants = [v.param("value") if v.op == "constant" else None for v in values]
     if op == "select_n" and len(values) == 3:
+        if dtype == "bool" and constants[1:] == [False, True]:
+            return 0
         if isinstance(constants[0], bool):
             return 2 if constants[0] else 1
         return 1 if values[1] is values[2] else None

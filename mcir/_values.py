@@ -6,7 +6,6 @@ from typing import Any
 
 from mcir._site import Site, accumulator
 from mcir.errors import DeriveError
-from mcir.graph import Value
 from mcir.ir import Compute, Load, Rematerialization, Type
 
 _NAMES = {"dot": "s", "exp": "p", "bits": "bits", "reduce_sum": "total", "reduce_max": "m", "reduce_min": "least"}
@@ -95,7 +94,7 @@ class Values:
         args = tuple(argument(a) for a in value.args)
         if self._accumulates(v):
             return self._partial_of(v, args, where)
-        name = self.site.names.fresh(self._wanted(value, args))
+        name = self.site.names.fresh(self._wanted(v, args))
         params = tuple((k, self.site.renamed(p) if k == "over" else p) for k, p in value.params)
         if value.op == "iota":
             params = (("axis", self.site.axis_name[value.param("axis")]),)
@@ -122,8 +121,9 @@ class Values:
         same = type_.dtype == value.dtype or "key" in value.dtype
         return name if same else self._cast(where, name, value.dtype, value.axes)
 
-    def _wanted(self, value: Value, args: tuple[str, ...]) -> str:
+    def _wanted(self, v: int, args: tuple[str, ...]) -> str:
         """A name that says what it is: positions ``at_i``, a condition ``mask``, scores ``s``, then ``x`` or ``r``."""
+        value = self.graph.values[v]
         if value.op == "constant":
             number = value.param("value")
             return "low" if number < -1e4 else {0: "zero", 1: "one"}.get(number, "c")
@@ -133,6 +133,8 @@ class Values:
             return _converted(args[0], value.dtype)
         if value.dtype == "bool":
             return "mask"
+        if v in self.targets:
+            return "o"
         return _NAMES.get(value.op, "x" if len(value.axes) > 1 else "r")
 
 

@@ -84,7 +84,9 @@ class _Reader:
         return use
 
     def read(self, env: dict[Any, Use], atom: Any) -> Use:
-        return self.constant(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, jex.Literal) else env[atom]
+        if isinstance(atom, jex.Literal):
+            return self.constant(np.asarray(atom.val, atom.aval.dtype))  # pyright: ignore[reportAttributeAccessIssue]
+        return env[atom]
 
     # -- programs ---------------------------------------------------------------------------------------
     def run(self, jaxpr: Any, env: dict[Any, Use]) -> None:

@@ -1,7 +1,7 @@
 """Exact counts: bytes between memory and chip, bytes touched on chip, operations.
 
 Nothing is sampled or simulated: how often a statement runs, and on blocks of which size, has a closed form, but for
-skipped blocks, whose predicate is evaluated (`mcir.visits`). `mcir.attention`'s forward moves
+skipped blocks, whose predicate is evaluated (`mcir.visibility`). `mcir.attention`'s forward moves
 ``2 N d + 2 N d ceil(N / B)`` elements a head (Dao et al., "FlashAttention", 2022).
 """
 
