@@ -134,6 +134,17 @@ def _finite(m: Any) -> Any:
     return jnp.where(jnp.isfinite(m), m, 0)
 
 
+@jax.custom_jvp
+def _at_most(x: Any, m: Any) -> Any:
+    """X, which is no larger than m but for rounding; with the derivative of x everywhere, also where x is m."""
+    return jnp.minimum(x, m)
+
+
+@_at_most.defjvp
+def _at_most_jvp(primals: Any, tangents: Any) -> Any:
+    return _at_most(*primals), tangents[0]
+
+
 def _exponential(op: FusedOp, x: Any, m: Any) -> Any:
     difference = x - jnp.expand_dims(_finite(m), op.blob["axis"])
     base = op.blob["base"]
@@ -161,7 +172,7 @@ def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
     x = _wide(x, mask)
     if not op.blob["guarded"]:
         # x is computed anew, rounded otherwise perhaps, and no larger than m all the same.
-        x = jnp.minimum(x, jnp.expand_dims(m, op.blob["axis"]))
+        x = _at_most(x, jnp.expand_dims(m, op.blob["axis"]))
     p = _exponential(op, x, m) * jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
         p = jnp.where(mask, p, 0)
