@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from aicf_jax import _compat, autodiff, legality, primitives
 from aicf_jax.errors import FuseError, Refusal
@@ -219,16 +220,34 @@ def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Fu
         a if d is None else a.update(shape=(a.shape[d], *(n for k, n in enumerate(a.shape) if k != d)))
         for a, d in zip(avals, dims, strict=True)
     )
-    slots, steps = list(in_avals), []
-    for step in op.steps:
-        axes = tuple(0 if batched[s] else None for s in step.operands)
-        f = _compat.as_function(step.body)
+    slots, steps, place = list(in_avals), [], list(range(len(in_avals)))
+    length = next(a.shape[0] for a, b in zip(in_avals, batched, strict=True) if b)
+
+    def add(step: Step, f: Any, operands: tuple[int, ...]) -> None:
+        axes = tuple(0 if batched[s] else None for s in operands)
         mapped = jax.vmap(f, in_axes=axes) if 0 in axes else f
-        body = _compat.trace(mapped, *[slots[s] for s in step.operands])
-        steps.append(dataclasses.replace(step, body=body))
-        slots += [v.aval for v in body.outvars]
-        batched += [0 in axes] * len(body.outvars)
-    new = dataclasses.replace(op, steps=tuple(steps), in_avals=in_avals, key=step_key(steps), choices=())
+        body = _compat.trace(mapped, *[slots[s] for s in operands])
+        steps.append(dataclasses.replace(step, body=body, operands=operands))
+        slots.extend(v.aval for v in body.outvars)
+        batched.extend([0 in axes] * len(body.outvars))
+
+    def whole(slot: int, shape: tuple[int, ...]) -> int:
+        """The slot of an operand of a softmax with all its dimensions: its scores and its mask are read side by side."""
+        wide = Step("linear", "broadcast", None, (slot,))
+        add(wide, lambda x: [jnp.broadcast_to(x, shape if batched[slot] else (length, *shape))], (slot,))
+        batched[-1] = True
+        return len(slots) - 1
+
+    for step in op.steps:
+        operands = tuple(place[s] for s in step.operands)
+        if step.role == "softmax" and len(operands) > 1 and any(batched[s] for s in operands):
+            operands = tuple(whole(s, step.body.invars[0].aval.shape) for s in operands)
+        add(step, _compat.as_function(step.body), operands)
+        place += range(len(slots) - len(step.body.outvars), len(slots))
+    results = tuple(place[s] for s in op.results)
+    new = dataclasses.replace(
+        op, steps=tuple(steps), results=results, in_avals=in_avals, key=step_key(steps), choices=()
+    )
     return selected(new, op.pattern)[0]
 
 

@@ -113,7 +113,7 @@ for _platform in sorted(set(TARGETS.values())):
 def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
     from aicf_jax.engine import batched_op, batched_program
 
-    if op.semantic.composite is not None or op.steps[0].role == "opaque":
+    if (op.semantic.composite is not None and _whole_masks(op)) or op.steps[0].role == "opaque":
         batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
@@ -125,6 +125,12 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
 
 
 batching.primitive_batchers[fused_p] = _batch
+
+
+def _whole_masks(op: FusedOp) -> bool:
+    """Whether a softmax reads scores and mask of one shape. Fewer dimensions could not be told from batched ones."""
+    softmax = next(step for step in op.steps if step.role == "softmax")
+    return len({v.aval.shape for v in softmax.body.invars}) == 1
 
 
 # -- differentiation ------------------------------------------------------------------------------------

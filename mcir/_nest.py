@@ -69,7 +69,7 @@ class Nest(Reductions):
         return seen & pending
 
     def _phase(self, forms: Forms, reductions: list[int], ready: list[int], phase: int) -> None:
-        self.inside, self.inner, self.maxima, self.states = [], {}, {}, {}
+        self.inside, self.inner, self.maxima, self.states, self.chosen = [], {}, {}, {}, {}
         self.computed_before = set(self.site.computed)
         declared: list[Any] = []
         self.declared = declared
@@ -109,6 +109,7 @@ class Nest(Reductions):
                 rows = self.maxima.get((own.args[0], own.param("over")))
             if rows is None:
                 return None
-            if found.fill == float("-inf") and row not in self.site.known:
+            guarded = any(isinstance(form, Exp) and form.guards for _, (_, form, _) in updated)
+            if found.fill == float("-inf") and row not in self.site.known and not guarded:
                 rows = None
         return Skip(self.inner[found.predicate], found.visible, found.fill, rows, found.base)

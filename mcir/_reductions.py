@@ -24,11 +24,13 @@ class Reductions(Values):
       declared: the `OnlineReduction`s before its stream.
       maxima: ``(x, axes)`` -> the running maximum of x over these axes.
       states: what a corrected sum adds up -> its state; spellings of one sum share it.
+      chosen: a guard and the axes reduced over -> whether it has chosen anything.
     """
 
     declared: list[Any]
     maxima: dict[tuple[int, tuple[str, ...]], str]
     states: dict[Any, str]
+    chosen: dict[Any, str]
 
     def _form_of(self, forms: Forms, r: int) -> Kind | None:
         """``(kind, form, operand it is of)``: kind ``plain``, ``exp`` or ``moments``; None when none fits."""
@@ -69,11 +71,13 @@ class Reductions(Values):
             assert isinstance(form, Exp)
             # Spellings of one sum differ in what is taken out of it (shifts by m, by max(-inf, m)), not in this.
             others = tuple(a for i, a in enumerate(value.args) if i != k)
-            same = (value.op, form.x, form.base, form.linear, over, others, value.params)
+            same = (value.op, form.x, form.base, form.linear, form.guards, over, others, value.params)
             if same in self.states:
                 return self.states[same]
             corrected, base = self._maximum(form.x, over), form.base
             args[k], dtypes[k] = self._representation(form, corrected, over)
+            for guard in form.guards:
+                self._any_chosen(guard, over)
             for i, a in enumerate(value.args):
                 if i != k and dtypes[i] != dtypes[k]:
                     args[i] = self._cast(self.inside, args[i], dtypes[k], self.graph.values[a].axes)
@@ -140,6 +144,43 @@ class Reductions(Values):
             name, dtype, axes = self._linear(position, k, name, dtype, axes, key)
         return name, dtype
 
+    def _any_chosen(self, guard: tuple[int, bool], over: tuple[str, ...]) -> None:
+        """Declares and updates, once, whether a guard has chosen anything yet."""
+        predicate, when = guard
+        key = (*guard, over)
+        if key in self.chosen or not self._varies(predicate):
+            return
+        value, name = self.graph.values[predicate], self._inner_value(predicate)
+        if not when:
+            out = self.site.names.fresh("x")
+            self.inside.append(Compute(out, "not", (name,), (), self._type("bool", value.axes)))
+            name = out
+        along = tuple(a for a in over if a in value.axes)
+        left = [a for a in value.axes if a not in along]
+        state = self.chosen[key] = self.site.names.fresh("any")
+        self.declared.append(
+            OnlineReduction((state,), "max", self.site.renamed(along), self._type("bool", left))
+        )
+        self.inside.append(Update((state,), (name,)))
+
+    def _guarded(self, form: Exp, name: str, value: Value, dtype: str) -> str:
+        """A sum with its factors put back, 0 where its guards have chosen nothing."""
+        over = value.param("over")
+        for predicate, when in form.guards:
+            own = self.graph.values[predicate]
+            if (predicate, when, over) in self.chosen:
+                chosen = self.chosen[predicate, when, over]
+            else:
+                chosen = self._outer_value(predicate)
+            zero = self.site.names.fresh("c")
+            self.body.append(Compute(zero, "constant", (), (("value", 0.0),), self._type(dtype, ())))
+            cases = (zero, name) if when or (predicate, when, over) in self.chosen else (name, zero)
+            axes = {*value.axes, *(a for a in own.axes if a not in over)}
+            out = self.site.names.fresh("o")
+            self.body.append(Compute(out, "select_n", (chosen, *cases), (), self._type(dtype, axes)))
+            name = out
+        return name
+
     def _linear(
         self, position: int, k: int, name: str, dtype: str, axes: set[str], key: Any
     ) -> tuple[str, str, set[str]]:
@@ -188,6 +229,7 @@ class Reductions(Values):
         if kind == "exp":
             assert isinstance(form, Exp)
             name = self._put_back(forms, r, form, state, states)
+            name = self._guarded(form, name, value, accumulator(value.dtype))
         if tiled := self._tiled(r):
             self.outer[r] = self._share_of(r, name, tiled)
             return

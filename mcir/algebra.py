@@ -43,6 +43,9 @@ class Exp:
 
     `linear` lists linear operations on it in order: ``(value position, argument position)``: that operation of the
     graph, applied to the running representation in place of this argument.
+
+    `guards` are the choices among them of 0 over a value that already had its factors: ``(predicate, whether the value
+    is chosen where that is true)``. Where nothing is chosen the sum is 0, even if the factors are NaN or infinite.
     """
 
     x: int
@@ -50,6 +53,7 @@ class Exp:
     rows: tuple[tuple[int, float], ...]
     factors: tuple[tuple[int, int], ...]
     linear: tuple[tuple[int, int], ...]
+    guards: tuple[tuple[int, bool], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,9 @@ class Forms:
         for k in (0, 1):
             inner = self.of(cases[k])
             if isinstance(inner, Exp) and self.constant(cases[1 - k]) == 0:
-                return dataclasses.replace(inner, linear=(*inner.linear, (position, k + 1)))
+                normalized = inner.factors or len(inner.rows) > 1
+                guards = (*inner.guards, (predicate, k == 1)) if normalized else inner.guards
+                return dataclasses.replace(inner, linear=(*inner.linear, (position, k + 1)), guards=guards)
         return None
 
     def _convert_element_type(self, value: Value, position: int) -> Form | None:

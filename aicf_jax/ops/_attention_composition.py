@@ -63,9 +63,22 @@ def _scores_and_mask(op: FusedOp, inputs: Sequence[Any]) -> tuple[Any, Any]:
     keep = op.blob["keep"]
     if keep == "all":
         return x, None
-    mask = evaluate(op, inputs, step.operands[1], {})
+    mask = _beside_scores(step, evaluate(op, inputs, step.operands[1], {}))
     mask = jnp.broadcast_to(mask, x.shape)
     return x, mask if keep == "where_true" else ~mask
+
+
+def _beside_scores(step: Step, mask: Any) -> Any:
+    """A softmax's mask with its dimensions where the equations put them."""
+    x, var = step.body.invars
+    for eqn in step.body.eqns:
+        if var.aval.ndim == x.aval.ndim:
+            break
+        if eqn.primitive.name in ("broadcast_in_dim", "reshape") and list(eqn.invars) == [var]:
+            mask, (var,) = eqn.primitive.bind(mask, **eqn.params), eqn.outvars
+    if var.aval.ndim != x.aval.ndim:
+        raise ValueError(f"a mask of shape {var.aval.shape} beside scores of shape {x.aval.shape}")
+    return mask
 
 
 def _wide(x: Any, mask: Any) -> Any:
