@@ -18,8 +18,6 @@ from mcir.text import print_statement
 from mcir.traffic import flops_of, moved, placed, words_of
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-#: Tiles are no smaller than this along axes that contractions go over, where an axis is that long.
-SMALLEST = 16
 #: Choices to compare at most; beyond, every second size is left out.
 _CHOICES = 4096
 
@@ -39,12 +37,14 @@ class Hardware:
         the smallest blocks in streams, which move nothing more and leave room for larger tiles.
       flops_per_byte: operations in the time of a byte of memory traffic. It counts where blocks are skipped: large
         tiles skip less. None: operations cost nothing.
+      smallest: tiles are no smaller than this along axes that contractions go over, where an axis is that long.
     """
 
     name: str
     cache_bytes: int
     step_bytes: int = 0
     flops_per_byte: float | None = None
+    smallest: int = 16
 
     @classmethod
     def host(cls, folder: Path = _CACHES) -> Hardware:
@@ -53,7 +53,7 @@ class Hardware:
         Read from ``/sys/devices/system/cpu/cpu0/cache``. Where there is no such thing (not Linux, some containers),
         4 MiB: less than the last cache of any machine of the last ten years has for two cores. A round of an XLA loop
         takes some ten microseconds to start on a CPU, time for about 64 KiB; two cores do some 90 GFLOP/s (float32)
-        beside some 10 GB/s.
+        beside some 10 GB/s. XLA runs a contraction of less than about 256 x 128 x 64 in eight batches on one core.
         """
         found = []
         for index in sorted(folder.glob("index*")):
@@ -65,10 +65,10 @@ class Hardware:
             if kind != "Instruction":
                 found.append((int(level), _bytes(size), sharing))
         if not found:
-            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0)
+            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0, 256)
         level, size, sharing = max(found)
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0)
+        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0, 256)
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, Any]) -> Hardware:
@@ -91,7 +91,7 @@ def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable
 
     Minimizes dram bytes plus `step_bytes` for each round of an innermost loop and, where blocks are skipped, ``flops /
     flops_per_byte``, subject to ``peak_bytes(program) <= cache_bytes``. Tile sizes are powers of two and whole axes,
-    from 16 on; from 1 on along batch axes. Of equals, those with larger blocks of the nests' axes, then of the
+    from `Hardware.smallest` on; from 1 on along batch axes. Of equals, those with larger blocks of the nests' axes, then of the
     streams'. Axes without a loop stay whole. Deterministic; the sizes are remembered.
 
     Args:
@@ -110,7 +110,7 @@ def _blocks(program: Program, hardware: Hardware, whole: frozenset[str]) -> tupl
     names = [a.name for a in looped]
     program = program.with_blocks(**{a.name: max(1, a.size) for a in program.axes if a.name not in names})
     batch = batch_axes(program)
-    sizes = _thinned([_sizes(a.size, 1 if a.name in batch else SMALLEST) for a in looped])
+    sizes = _thinned([_sizes(a.size, 1 if a.name in batch else hardware.smallest) for a in looped])
     nests = {axis for nest in program.nests for axis in nest.axes}
     words = words_of(program)
 

@@ -11,7 +11,7 @@ from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
-from mcir.schedule import Hardware, batch_axes, schedule
+from mcir.schedule import Hardware, ScheduleError, batch_axes, schedule
 
 
 @memo()
@@ -67,8 +67,19 @@ def host() -> Hardware:
 
 
 def scheduled(program: mcir.Program) -> mcir.Program:
-    """Tiles for this machine. Batch axes stay whole: their arrays may be sharded along them."""
-    return schedule(program, host(), batch_axes(program))
+    """Tiles for this machine. Batch axes stay whole: their arrays may be sharded along them.
+
+    Where not even the smallest tiles fit in the cache, for very many heads, they are taken all the same: what matters
+    then is that nothing grows with the square of the length.
+    """
+    whole = batch_axes(program)
+    for smallest in (host().smallest, 64, 16):
+        try:
+            return schedule(program, dataclasses.replace(host(), smallest=smallest), whole)
+        except ScheduleError:
+            continue
+    looped = {a for loops, _ in program.statements() for a in loops} - whole
+    return program.with_blocks(**{a.name: min(16, a.size) for a in program.axes if a.name in looped})
 
 
 def cache_bytes(platform: str) -> int:
