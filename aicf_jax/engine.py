@@ -232,7 +232,7 @@ def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Fu
         batched.extend([0 in axes] * len(body.outvars))
 
     def whole(slot: int, shape: tuple[int, ...]) -> int:
-        """The slot of an operand of a softmax with all its dimensions: its scores and its mask are read side by side."""
+        """The slot of an operand of a softmax with all its dimensions: scores and mask are read side by side."""
         wide = Step("linear", "broadcast", None, (slot,))
         add(wide, lambda x: [jnp.broadcast_to(x, shape if batched[slot] else (length, *shape))], (slot,))
         batched[-1] = True

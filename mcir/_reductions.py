@@ -143,9 +143,7 @@ class Reductions(Values):
         along = tuple(a for a in over if a in value.axes)
         left = [a for a in value.axes if a not in along]
         state = self.chosen[key] = self.site.names.fresh("any")
-        self.declared.append(
-            OnlineReduction((state,), "max", self.site.renamed(along), self._type("bool", left))
-        )
+        self.declared.append(OnlineReduction((state,), "max", self.site.renamed(along), self._type("bool", left)))
         self.inside.append(Update((state,), (name,)))
 
     def _guarded(self, form: Exp, name: str, value: Value, dtype: str) -> str:

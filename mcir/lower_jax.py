@@ -26,7 +26,6 @@ from mcir.monoid import Moments
 from mcir.operations import empty_value, shifted_exp
 from mcir.visibility import needs_all, visible_blocks
 
-
 #: In the environment: whether all numbers in memory are finite.
 _FINITE = "all finite"
 
