@@ -251,6 +251,14 @@ def test_64_bit_mode():
         check_grads(aicf_jax.fuse(attention(causal(-1e9))), (q, k, v), order=2)
 
 
+def test_softcap_gradient_stays_streamed():
+    f, args = attention(lambda s: 5 * jnp.tanh(s / 5)), operands()
+    check(f, args)
+    (op,) = _fused_ops(f, args)
+    backward = engine.backward_program(op, (0, 1, 2))
+    assert backward.op is not None and dict(backward.op.choices)["cpu"] == "streamed_attention_grad"
+
+
 def _fused_ops(f, args):
     jaxpr = jax.make_jaxpr(aicf_jax.fuse(f))(*args).jaxpr
     for eqn in jaxpr.eqns:
