@@ -238,10 +238,11 @@ class _Nest(Tiles):
     def _bounds(self, found: tuple[tuple[str, ...], np.ndarray], scope: Scope) -> tuple[Any, Any]:
         """First block that may be visible and the one after the last, at the position of the tiled loops."""
         tiled, visible = found
-        low = np.where(visible.any(-1), visible.argmax(-1), 0).astype(np.int32)
-        high = np.where(visible.any(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1), 0).astype(np.int32)
+        low = np.where(visible.any(-1), visible.argmax(-1), 0)
+        high = np.where(visible.any(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1), 0)
         index = tuple(scope.position.get(a, 0) for a in tiled)
-        return jnp.asarray(low)[index], jnp.asarray(high)[index]
+        integer = jnp.result_type(int)  # as the loops around
+        return jnp.asarray(low, integer)[index], jnp.asarray(high, integer)[index]
 
     def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Any) -> None:
         declared: OnlineReduction = reductions[s.results[0]]

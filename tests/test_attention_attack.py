@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import aicf_jax
 from aicf_jax import cache, engine, primitives
@@ -239,6 +240,23 @@ def test_inside_shard_map():
     args = operands()
     assert_same(jax.jit(aicf_jax.fuse(f))(*args), jax.jit(f)(*args), roundings=ROUNDINGS)
     assert aicf_jax.explain(f, *args).count("attention") == 1
+
+
+def test_64_bit_mode():
+    """Bounds of a stream that skips have the type of the loops around it; the kernel was left to XLA."""
+    with jax.enable_x64(True):
+        args = operands(dtype=jnp.float64)
+        check(attention(causal(-np.inf)), args)
+        q, k, v = (x[:1, :1, :9] for x in args)
+        check_grads(aicf_jax.fuse(attention(causal(-1e9))), (q, k, v), order=2)
+
+
+def test_softcap_gradient_stays_streamed():
+    f, args = attention(lambda s: 5 * jnp.tanh(s / 5)), operands()
+    check(f, args)
+    (op,) = _fused_ops(f, args)
+    backward = engine.backward_program(op, (0, 1, 2))
+    assert backward.op is not None and dict(backward.op.choices)["cpu"] == "streamed_attention_grad"
 
 
 def _fused_ops(f, args):
