@@ -10,6 +10,7 @@ the memory that streaming saves. Derivatives are programs of their own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from mcir.graph import View
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
 from mcir.monoid import Moments
 from mcir.operations import empty_value, shifted_exp
-from mcir.visibility import needs_all, visible_blocks
+from mcir.visibility import block_visibility, needs_all
 
 #: In the environment: whether all numbers in memory are finite.
 _FINITE = "all finite"
@@ -106,6 +107,45 @@ def _cut(array: Any, type_: Type, program: Program) -> Any:
 
 
 # -- one nest -----------------------------------------------------------------------------------------------------
+
+
+class _Bounds:
+    """Blocks of a stream at a position of the tiled loops: from `low` to before `high` are those that may be visible.
+
+    Among them is a run of blocks without a hidden element, where the mask need not be computed.
+    """
+
+    def __init__(self, found: tuple[tuple[str, ...], np.ndarray, np.ndarray], position: Env):
+        tiled, visible, full = found
+        low, high = _run(visible)
+        full_low, full_high = _run(full)
+        # A run with a gap is not taken: then everything is masked.
+        gaps = full.sum(-1) != full_high - full_low
+        full_low, full_high = (np.where(gaps, low, x) for x in (full_low, full_high))
+        none = full_low >= full_high
+        full_low, full_high = np.where(none, high, full_low), np.where(none, high, full_high)
+        # Blocks before the first visible one may have to be visited, too: see `needs_all`.
+        self.before = bool((low < full_low).any() or (low > 0).any())
+        index = tuple(position.get(a, 0) for a in tiled)
+        integer = jnp.result_type(int)  # as the loops around
+        self.low, self.high, self.full_low, self.full_high = (
+            jnp.asarray(x, integer)[index] for x in (low, high, full_low, full_high)
+        )
+
+    def walk(self, low: Any, high: Any, body: Any, carry: Any) -> Any:
+        """The blocks from `low` to before `high`, with the mask where it is needed."""
+        start, stop = jnp.clip(self.full_low, low, high), jnp.clip(self.full_high, low, high)
+        masked = functools.partial(body, False)
+        if self.before:
+            carry = jax.lax.fori_loop(low, start, masked, carry)
+        carry = jax.lax.fori_loop(start, stop, functools.partial(body, True), carry)
+        return jax.lax.fori_loop(stop, high, masked, carry)
+
+
+def _run(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First block of each row that is set, and the one after the last; 0 and 0 for a row without any."""
+    some = blocks.any(-1)
+    return np.where(some, blocks.argmax(-1), 0), np.where(some, blocks.shape[-1] - blocks[..., ::-1].argmax(-1), 0)
 
 
 class _Nest(Tiles):
@@ -191,22 +231,26 @@ class _Nest(Tiles):
         stored = list(dict.fromkeys(s.buffer for s in stream.body if isinstance(s, Store)))
         axis = self.axes[stream.axis]
 
-        def body(step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def body(unmasked: bool, step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             inner = Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position))
             inner.position[stream.axis] = step
+            known = {stream.skip.predicate: jnp.asarray(stream.skip.visible)} if unmasked and stream.skip else {}
             view = {**memory, **dict(zip(stored, carry[len(states) :], strict=True))}
             before = dict(inner.values)
             corrections: dict[tuple[str, float], Any] = {}
             for s in stream.body:
                 if isinstance(s, Update):
                     self._update(s, reductions, inner, before, corrections)
+                elif isinstance(s, Compute) and s.result in known:
+                    shape = [self._extent(a, inner) for a in s.type.axes]
+                    inner.values[s.result] = jnp.broadcast_to(known[s.result], shape)
                 else:
                     self._statement(s, inner, view)
             return (*(inner.values[n] for n in states), *(view[n] for n in stored))
 
         carry = (*(scope.values[n] for n in states), *(memory[n] for n in stored))
         if axis.count == 1:
-            carry = body(0, carry)
+            carry = body(False, 0, carry)
         else:
             carry = self._walk(stream, axis, scope, memory, body, carry, states)
         scope.values.update(zip(states, carry, strict=False))
@@ -215,34 +259,26 @@ class _Nest(Tiles):
     def _walk(
         self, stream: Stream, axis: Axis, scope: Scope, memory: Env, body: Any, carry: Any, states: list[str]
     ) -> Any:
-        found = visible_blocks(self.program, stream)
-        if found is None or stream.skip is None or bool(found[1].all()):
-            return jax.lax.fori_loop(0, axis.count, body, carry)
-        low, high = self._bounds(found, scope)
-        skip = stream.skip
-        dtype_of = {n: d.type.dtype for d in self.nest.body if isinstance(d, OnlineReduction) for n in d.results}
+        """All blocks, or those that may be visible: the others only where rows are so low that hidden scores count."""
+        found, skip = block_visibility(self.program, stream), stream.skip
+        if found is None or skip is None or bool(found[1].all()):
+            return jax.lax.fori_loop(0, axis.count, functools.partial(body, False), carry)
         # A hidden block adds 0 times something: nothing, unless that is NaN or infinite.
-        low, high = jnp.where(memory[_FINITE], low, 0), jnp.where(memory[_FINITE], high, axis.count)
+        finite = memory[_FINITE]
+        bounds = _Bounds(found, scope.position)
+        low, high = jnp.where(finite, bounds.low, 0), jnp.where(finite, bounds.high, axis.count)
         if skip.rows is None:
-            return jax.lax.fori_loop(low, high, body, carry)
+            return bounds.walk(low, high, body, carry)
         if skip.rows in states:
-            carry = jax.lax.fori_loop(low, high, body, carry)
-            rows = dict(zip(states, carry, strict=False))[skip.rows]
-            rest = needs_all(skip, rows, dtype_of[skip.rows])
-            carry = jax.lax.fori_loop(jnp.where(rest, high, axis.count), axis.count, body, carry)
-            return jax.lax.fori_loop(0, jnp.where(rest, low, 0), body, carry)
+            carry = bounds.walk(low, high, body, carry)
+            declared = next(d for d in self.nest.body if isinstance(d, OnlineReduction) and skip.rows in d.results)
+            rest = needs_all(skip, dict(zip(states, carry, strict=False))[skip.rows], declared.type.dtype)
+            masked = functools.partial(body, False)
+            carry = jax.lax.fori_loop(jnp.where(rest, high, axis.count), axis.count, masked, carry)
+            return jax.lax.fori_loop(0, jnp.where(rest, low, 0), masked, carry)
         buffer = self.program.buffer(skip.rows)
         rest = needs_all(skip, _cut(memory[skip.rows], buffer.type, self.program), buffer.type.dtype)
-        return jax.lax.fori_loop(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
-
-    def _bounds(self, found: tuple[tuple[str, ...], np.ndarray], scope: Scope) -> tuple[Any, Any]:
-        """First block that may be visible and the one after the last, at the position of the tiled loops."""
-        tiled, visible = found
-        low = np.where(visible.any(-1), visible.argmax(-1), 0)
-        high = np.where(visible.any(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1), 0)
-        index = tuple(scope.position.get(a, 0) for a in tiled)
-        integer = jnp.result_type(int)  # as the loops around
-        return jnp.asarray(low, integer)[index], jnp.asarray(high, integer)[index]
+        return bounds.walk(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
 
     def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Any) -> None:
         declared: OnlineReduction = reductions[s.results[0]]

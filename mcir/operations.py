@@ -62,7 +62,7 @@ def shifted_exp(x: Any, m: Any, base: float) -> Any:
     keeps the compiler from one multiply-subtract without the rounding that x had when its maximum was taken.
     """
     safe = jnp.where(jnp.isfinite(m) | jnp.isnan(m), m, 0)
-    difference = jnp.where(jnp.isinf(m), x, jnp.minimum(x, m)) - safe
+    difference = jnp.minimum(x, jnp.where(jnp.isinf(m), jnp.inf, m)) - safe
     return jnp.exp(difference if base == 1.0 else difference * jnp.asarray(base, difference.dtype))
 
 

@@ -227,6 +227,12 @@ def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], n
 
     None when the stream skips nothing. An answer of True may be too careful, an answer of False never wrong.
     """
+    found = block_visibility(program, stream)
+    return found and found[:2]
+
+
+def block_visibility(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray, np.ndarray] | None:
+    """`visible_blocks`, and which blocks are visible as a whole (there False may be too careful, True is never wrong)."""
     if stream.skip is None:
         return None
     computes = {s.result: s for _, s in program.statements() if isinstance(s, Compute)}
@@ -244,8 +250,8 @@ def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], n
         return start.reshape(shape).astype(float), last.reshape(shape).astype(float)
 
     low, high = _interval(computes, stream.skip.predicate, positions, {})
-    hidden = (high <= 0) if stream.skip.visible else (low > 0)
-    return tiled, ~np.broadcast_to(hidden, counts)
+    hidden, full = (high <= 0, low > 0) if stream.skip.visible else (low > 0, high <= 0)
+    return tiled, ~np.broadcast_to(hidden, counts), np.broadcast_to(full, counts)
 
 
 def visited(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray]:
