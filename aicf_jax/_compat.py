@@ -239,6 +239,11 @@ def trace(f: Any, *avals: Any) -> Any:
     return without_constants(jaxpr)
 
 
+def plain_aval(aval: Any) -> Any:
+    """Shape and dtype of a type, without sharding and varying manual axes, which mean nothing outside of their mesh."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
 def without_constants(jaxpr: Any) -> Any:
     """The same jaxpr with its constants as leading arguments."""
     return make_jaxpr_object([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects)

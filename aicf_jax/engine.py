@@ -172,7 +172,13 @@ class Engine:
 @memo()
 def prove(op: FusedOp) -> Refusal | None:
     """What an operation's kind says against it as a whole; asked once for equal operations."""
-    return op.semantic.prove(op)
+    try:
+        return op.semantic.prove(op)
+    except Exception as error:
+        # Equations that cannot be traced apart from where they stand, as in a shard_map that checks what varies.
+        found = f"{type(error).__name__}: {error}"
+        detail = "the operation cannot be looked at on its own"
+        return Refusal(op.pattern, "legality", "untraceable", detail, "equations of arrays alone", found, op.site)
 
 
 def selected(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:

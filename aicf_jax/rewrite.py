@@ -28,25 +28,34 @@ class Region:
 
 
 def region(match: Match, context: Any) -> Region:
-    """The operation a match stands for: its inputs in order of first use, one `Step` for each canonical node."""
+    """The operation a match stands for: its inputs in order of first use, one `Step` for each canonical node.
+
+    Where the backward is derived as a whole (`Composite`), an array that enters several products (x as queries, keys
+    and values) is an input for each of them: its gradients have different rows, and jax adds them up.
+    """
     graph, nodes = match.graph, match.all_nodes
     inside = {v for n in nodes for v in n.outputs}
-    inputs = tuple(
-        dict.fromkeys(v for n in nodes for v in n.inputs if v not in inside and graph.values[v].kind != "literal")
-    )
-    slots = {v: s for s, v in enumerate(inputs)}
-    steps = []
+    apart = match.pattern.rewrite.composite is not None
+    inputs: list[int] = []
+    slots: dict[int, int] = {}
+    operands_of: list[tuple[tuple[int, ...], list[int]]] = []
     for n in nodes:
         operands = tuple(v for v in n.inputs if graph.values[v].kind != "literal")
-        steps.append(
-            Step(
-                _role(n),
-                n.op,
-                _body(graph, n, operands),
-                tuple(slots[v] for v in operands),
-                n.attr("from_output", False),
-            )
-        )
+        found = []
+        for v in operands:
+            if v in inside:
+                found.append(-1)
+            elif v in slots and not (apart and n.flags & OpFlags.IS_GEMM_LIKE):
+                found.append(slots[v])
+            else:
+                slots[v] = len(inputs)
+                found.append(len(inputs))
+                inputs.append(v)
+        operands_of.append((operands, found))
+    steps = []
+    for n, (operands, found) in zip(nodes, operands_of, strict=True):
+        places = tuple(slots[v] if s < 0 else s for v, s in zip(operands, found, strict=True))
+        steps.append(Step(_role(n), n.op, _body(graph, n, operands), places, n.attr("from_output", False)))
         slots[n.outputs[0]] = len(inputs) + len(steps) - 1
     outputs = _outputs(match)
     semantic = match.pattern.rewrite
@@ -61,7 +70,7 @@ def region(match: Match, context: Any) -> Region:
         site=match.site,
         pattern=match.pattern.name,
     )
-    return Region(inputs, outputs, op)
+    return Region(tuple(inputs), outputs, op)
 
 
 def rewrite(graph: Graph, rewrites: Sequence[tuple[Match, Region, FusedOp]]) -> Graph:

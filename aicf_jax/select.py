@@ -110,7 +110,9 @@ def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
     Raises FuseError instead under ``on_failure="raise"``.
     """
     try:
-        check_results(op, kernel, _compat.abstract_result(lambda *xs: kernel.run(op, *xs), *op.in_avals))
+        check_results(
+            op, kernel, _compat.abstract_result(lambda *xs: kernel.run(op, *xs), *map(_compat.plain_aval, op.in_avals))
+        )
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         if op.context.policy.on_failure == "raise":

@@ -91,8 +91,8 @@ def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable
 
     Minimizes dram bytes plus `step_bytes` for each round of an innermost loop and, where blocks are skipped, ``flops /
     flops_per_byte``, subject to ``peak_bytes(program) <= cache_bytes``. Tile sizes are powers of two and whole axes,
-    from `Hardware.smallest` on; from 1 on along batch axes. Of equals, those with larger blocks of the nests' axes, then of the
-    streams'. Axes without a loop stay whole. Deterministic; the sizes are remembered.
+    from `Hardware.smallest` on; from 1 on along batch axes. Of equals, those with larger blocks of the nests' axes,
+    then of the streams'. Axes without a loop stay whole. Deterministic; the sizes are remembered.
 
     Args:
       program: any program that verifies; its own tile sizes do not matter.

@@ -232,7 +232,7 @@ def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], n
 
 
 def block_visibility(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray, np.ndarray] | None:
-    """`visible_blocks`, and which blocks are visible as a whole (there False may be too careful, True is never wrong)."""
+    """`visible_blocks`, and which blocks are visible as a whole: there True is never wrong."""
     if stream.skip is None:
         return None
     computes = {s.result: s for _, s in program.statements() if isinstance(s, Compute)}

@@ -239,7 +239,10 @@ def test_inside_shard_map():
     f = jax.shard_map(attention(), mesh=mesh, in_specs=spec, out_specs=spec)
     args = operands()
     assert_same(jax.jit(aicf_jax.fuse(f))(*args), jax.jit(f)(*args), roundings=ROUNDINGS)
-    assert aicf_jax.explain(f, *args).count("attention") == 1
+    # Its equations speak of the mesh's axes and cannot be looked at outside of it; shard_map(fuse(f)) has no limit.
+    assert [r.code for r in aicf_jax.explain(f, *args).refusals] == ["untraceable"]
+    inside = jax.shard_map(aicf_jax.fuse(attention()), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same(jax.jit(inside)(*args), jax.jit(f)(*args), roundings=ROUNDINGS)
 
 
 def test_64_bit_mode():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mcir
+from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from mcir.derive import Derived, from_graph
@@ -57,7 +58,7 @@ def _results(op: FusedOp, xs: Any) -> list[Any]:
 
 
 def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequence[str] = ()) -> Derived:
-    return from_graph(mcir.trace(f, *op.in_avals), name, names, results)
+    return from_graph(mcir.trace(f, *map(_compat.plain_aval, op.in_avals)), name, names, results)
 
 
 @memo(1)

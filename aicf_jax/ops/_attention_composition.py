@@ -228,4 +228,4 @@ def region_graph(op: FusedOp) -> Any:
             slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
         return slots[slot], slots[op.results[0]]
 
-    return mcir.trace(f, *op.in_avals)
+    return mcir.trace(f, *map(_compat.plain_aval, op.in_avals))

@@ -250,7 +250,7 @@ def test_maximum_of_a_part():
             {"w = mul(o1, g1)": "w1 = load delta: float32[h, i]\n  w = mul(o1, g1)"},
         ),
         (
-            "an update takes in whole values, not parts of sums",
+            "only a plain sum takes in parts of sums, on the way to a `+=`",
             {"sk <- sum(ds, q1)": "dt0 = dot(ds, k1) over=(j): float32[h, i, d]\n    sk <- sum(ds, dt0)"},
         ),
     ],
