@@ -21,6 +21,10 @@ SOFTMAX_ROUNDINGS = 24
 ROUNDINGS = 2 * (max(Q, K) + SOFTMAX_ROUNDINGS)
 
 
+# Each compiles a program or several; what must hold at every commit is in tests/attention.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """The streamed kernel on small arrays, in blocks of 8, so that there are several and the last is ragged."""

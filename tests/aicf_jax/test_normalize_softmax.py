@@ -148,7 +148,7 @@ def softmax_of(f, x, *args):
     return graph, only(graph, "softmax")
 
 
-@pytest.mark.parametrize("axis", [-1, 1, 0])
+@pytest.mark.parametrize("axis", [-1, pytest.param(1, marks=pytest.mark.slow), 0])
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=IDS)
 def test_every_spelling_is_one_node_of_x(spelling, axis):
     graph, node = softmax_of(functools.partial(spelling, axis=axis), X)
@@ -159,7 +159,10 @@ def test_every_spelling_is_one_node_of_x(spelling, axis):
     np.testing.assert_allclose(evaluate(graph, node, X), jax.nn.softmax(X, axis=axis), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", pytest.param("float64", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=IDS)
 def test_in_every_precision(spelling, dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

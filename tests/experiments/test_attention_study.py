@@ -55,6 +55,7 @@ LEAN = Fuser("lean", lambda target: lean, lambda: Work(0, 0), lambda: None, lamb
 # programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", spellings.MODES)
 def test_spellings_agree_with_each_other_and_with_the_formula(mode):
     args = spellings.attention_args(32, 2, 8, 0)
@@ -153,6 +154,7 @@ def test_memory_is_a_quarter_of_the_machine_or_of_its_container(tmp_path, monkey
     assert memory.machine_bytes() == physical > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case("flax", 16, "forward"), Case("jax_nn", 16, "grad")], ids=lambda case: case.key)
 def test_a_case_that_fits_has_a_ratio_and_agrees(case):
     entry = measuring.measure_case(case, TINY, aicf(), 0, FEW, 0, PLENTY)
@@ -165,6 +167,7 @@ def temporaries(length, mode, heads):
     return measuring.compile_ahead(unfused, args).temporaries_bytes
 
 
+@pytest.mark.slow
 def test_what_exceeds_the_budget_is_only_compiled_and_compared_by_heads():
     sizes = Sizes(lengths=(128,), heads=4, head_dim=8)
     budget = temporaries(128, "forward", 4) - 1
@@ -297,6 +300,7 @@ def test_a_run_writes_table_chart_and_json_and_is_continued(tmp_path, monkeypatc
     assert code == 0 and "attention.stale-1.json" in text
 
 
+@pytest.mark.slow
 def test_a_case_too_large_says_so_in_the_table(tmp_path, monkeypatch):
     install(monkeypatch)
     monkeypatch.setattr(memory, "budget_bytes", lambda: 0)
@@ -320,6 +324,7 @@ def test_a_failing_case_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     assert code == 1 and "bar missed: flax/s16/forward: failed, RuntimeError: no kernel" in text
 
 
+@pytest.mark.slow
 def test_check_names_a_wrong_program(tmp_path, monkeypatch):
     install(monkeypatch)
 

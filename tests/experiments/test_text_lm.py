@@ -235,6 +235,7 @@ def test_the_mask_is_causal(text, variables):
 # the command
 
 
+@pytest.mark.slow
 def test_command_trains_reports_and_writes(finished):
     folder, code, output = finished
     assert code == 0 and "fused and unfused learn alike: yes" in output
@@ -252,6 +253,7 @@ def test_command_trains_reports_and_writes(finished):
     assert sorted(path.name for path in folder.iterdir()) == ["results.json", report.FILE_NAME]
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_nothing_again(finished, monkeypatch):
     folder, _, _ = finished
     monkeypatch.setattr(cli, "run", lambda *arguments: pytest.fail("trained again"))
@@ -259,6 +261,7 @@ def test_a_finished_run_trains_nothing_again(finished, monkeypatch):
     assert code == 0 and "finished already" in output and "ms / step" in output
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path, monkeypatch, reassociated):
     real = train.Trainer._train_step
 
@@ -280,6 +283,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path, monkeypatch, re
     assert max(record["curve"]["differences"]) > 0 and record["gradient"]["max_difference"] > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_fails(tmp_path):
     code, output = command(tmp_path, fuse=WrongGradient)
     assert code == 1 and "the gradients disagree: 0.01 exceeds" in output and "learn alike: no" in output
@@ -287,6 +291,7 @@ def test_a_wrong_gradient_fails(tmp_path):
     assert command(tmp_path, fuse=WrongGradient)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "label"),
     [
@@ -310,6 +315,7 @@ def test_unusable_checkpoints_are_kept_aside_and_never_trusted(tmp_path, text, d
     assert store.load_checkpoint(states) is None
 
 
+@pytest.mark.slow
 def test_results_of_another_run_are_kept_aside(tmp_path, text):
     Store(tmp_path, SMALL, text, "identity").save_results({"loss": math.nan})
     assert Store(tmp_path, SMALL, text, "identity").load_results() == {"loss": "nan"}
@@ -318,6 +324,7 @@ def test_results_of_another_run_are_kept_aside(tmp_path, text):
     assert (tmp_path / "results.stale-1.json").exists()
 
 
+@pytest.mark.slow
 def test_samples_follow_prompt_seed_and_temperature(text, variables):
     model = train.build(SMALL, len(text.vocabulary))
     one, two = (sampling.generate(SMALL, text, model.apply, variables) for _ in range(2))
