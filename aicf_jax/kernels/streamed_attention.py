@@ -23,6 +23,10 @@ def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return found[:n], found[n:]
 
 
+def _program(op: FusedOp) -> str:
+    return _streamed.text(_streamed.forward, op)
+
+
 KERNEL = Kernel(
     "streamed_attention",
     "attention",
@@ -31,5 +35,5 @@ KERNEL = Kernel(
     _run,
     cost_bytes=_streamed.moved_bytes,
     save=_save,
-    program=lambda op: _streamed.text(_streamed.forward, op),
+    program=_program,
 )

@@ -16,6 +16,10 @@ def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     return _streamed.lowered(_streamed.backward, op)(*inputs)
 
 
+def _program(op: FusedOp) -> str:
+    return _streamed.text(_streamed.backward, op)
+
+
 KERNEL = Kernel(
     "streamed_attention_grad",
     "attention_grad",
@@ -23,5 +27,5 @@ KERNEL = Kernel(
     {"dtypes": ANY},
     _run,
     cost_bytes=_streamed.moved_bytes,
-    program=lambda op: _streamed.text(_streamed.backward, op),
+    program=_program,
 )
