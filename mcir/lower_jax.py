@@ -115,7 +115,8 @@ class _Bounds:
     Among them is a run of blocks without a hidden element, where the mask need not be computed.
     """
 
-    def __init__(self, found: tuple[tuple[str, ...], np.ndarray, np.ndarray], position: Env):
+    def __init__(self, found: tuple[tuple[str, ...], np.ndarray, np.ndarray], position: Env, split: bool):
+        self.split = split
         tiled, visible, full = found
         low, high = _run(visible)
         full_low, full_high = _run(full)
@@ -133,7 +134,12 @@ class _Bounds:
         )
 
     def walk(self, low: Any, high: Any, body: Any, carry: Any) -> Any:
-        """The blocks from `low` to before `high`, with the mask where it is needed."""
+        """The blocks from `low` to before `high`, with the mask where it is needed.
+
+        In one loop where arrays in memory are carried through it (`split` is False): XLA copies them between loops.
+        """
+        if not self.split:
+            return jax.lax.fori_loop(low, high, functools.partial(body, False), carry)
         start, stop = jnp.clip(self.full_low, low, high), jnp.clip(self.full_high, low, high)
         masked = functools.partial(body, False)
         if self.before:
@@ -265,7 +271,7 @@ class _Nest(Tiles):
             return jax.lax.fori_loop(0, axis.count, functools.partial(body, False), carry)
         # A hidden block adds 0 times something: nothing, unless that is NaN or infinite.
         finite = memory[_FINITE]
-        bounds = _Bounds(found, scope.position)
+        bounds = _Bounds(found, scope.position, not any(isinstance(s, Store) for s in stream.body))
         low, high = jnp.where(finite, bounds.low, 0), jnp.where(finite, bounds.high, axis.count)
         if skip.rows is None:
             return bounds.walk(low, high, body, carry)

@@ -15,17 +15,21 @@ import pytest
 
 FOLDER = Path(__file__).parent
 CASES = sorted(p.stem for p in (FOLDER / "cases").glob("*.py"))
-# Slow in any mode: what they exercise belongs to families that are not fused yet (attention, norms, convolutions), or
-# they are whole models whose layers have tests of their own.
+# Slow in any mode: what they exercise belongs to families that are not fused yet (norms, convolutions) or has tests of
+# its own, or they compile for more than ten seconds.
 LONG = {
     "a02_conv_shared_bn_one_path",
     "a03_softmax_axis",
     "a07_mask_forms",
     "a08_norm_affine_shapes",
     "a10_shared_modulation",
+    "a12_unit_dims",
+    "b01_preferred_type",
     "b02_param_vs_compute",
     "b04_low_precision_masks",
+    "b05_x64",
     "c02_bias_mask_grad",
+    "c05_moe_router_grad",
     "e01_odd_tiles",
     "e04_decode",
     "e06_head_dims",
@@ -34,9 +38,14 @@ LONG = {
     "f03_nnx_vit",
     "f04_resnet_batchnorm",
     "f07_llama",
+    "f09_lstm_scan",
     "f10_mha_variants",
+    "f11_weight_spectral_norm",
     "f13_conv_norm_variants",
+    "g02_nan_inf_flow",
+    "g03_gelu_variants",
     "g04_large_logits",
+    "h03_deep_models",
 }
 QUICK = "value,jit,grad,custom"
 REST = "gradgrad,jvp,hessian,vmap,vmapgrad,scan,remat,dtype,numgrad,linearize"
