@@ -30,25 +30,11 @@ from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step
 
 
-def evaluate(op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
-    """All slots: the inputs, then the result of each step. These are the user's own equations."""
-    slots = list(inputs)
-    for step in op.steps:
-        slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
-    return slots
-
-
-def reference(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    """The results of the operation, as the unfused program computes them."""
-    slots = evaluate(op, inputs)
-    return tuple(slots[s] for s in op.results)
-
-
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """``(results, saved)``: the results by the equations, and what the backward wants kept besides them."""
     if op.semantic.composite is not None:
         return op.semantic.composite.save(op, inputs)
-    slots = evaluate(op, inputs)
+    slots = op.evaluate(inputs)
     return [slots[s] for s in op.results], [] if op.residual is None else [slots[op.residual]]
 
 
@@ -207,7 +193,7 @@ def _tangent_of_equations(op: FusedOp, inputs: Sequence[Any], tangents: dict[int
 
     def f(*xs: Any) -> Any:
         given = dict(zip(where, xs, strict=True))
-        return reference(op, *[given.get(i, x) for i, x in enumerate(inputs)])[0]
+        return op.reference(*[given.get(i, x) for i, x in enumerate(inputs)])[0]
 
     return jax.jvp(f, tuple(inputs[i] for i in where), tuple(tangents[i] for i in where))[1]
 

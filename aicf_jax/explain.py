@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from aicf_jax.cache import build_plan
-from aicf_jax.engine import Backward, Context, backward_program
+from aicf_jax.derived import Backward, backward_program
+from aicf_jax.engine import Context
 from aicf_jax.fronts import state
 from aicf_jax.fronts.function import FusedFunction, trace_call
 from aicf_jax.fuse import is_linen, make_context

@@ -15,6 +15,7 @@ from aicf_jax import _compat
 from aicf_jax.errors import GraphError
 from aicf_jax.flags import PRIMITIVE_FLAGS, OpFlags
 from aicf_jax.graph import Graph
+from aicf_jax.ops import nbytes
 from aicf_jax.trace import is_transparent
 
 
@@ -98,8 +99,6 @@ class ExecPlan:
 
         Arguments are the caller's and alive throughout.
         """
-        from aicf_jax.select import nbytes
-
         change = [0] * (len(self.eqns) + 3)
         for v, (born, last) in self.lifetimes.items():
             last = len(self.eqns) if born < 0 else last

@@ -57,13 +57,12 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
             log.once(f"kernel {kernel.name} failed on {op!r}; left to XLA: {error}")
         else:
             if op.context.policy.verify:
-                verify.watch(f"{op!r} by kernel {kernel.name}", op, out, autodiff.reference(op, *inputs))
+                verify.watch(f"{op!r} by kernel {kernel.name}", op, out, op.reference(*inputs))
             if not residual:
                 return out
             return [*out, *(_saved_beside(op, inputs, out) if saved is None else saved)]
     if not residual:
-        slots = autodiff.evaluate(op, inputs)
-        return [slots[s] for s in op.results]
+        return list(op.reference(*inputs))
     results, kept_values = autodiff.save(op, inputs)
     return [*results, *kept_values]
 
@@ -111,9 +110,9 @@ for _platform in sorted(set(TARGETS.values())):
 
 
 def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
-    from aicf_jax.engine import batched_op, batched_program
+    from aicf_jax.derived import batched_op, batched_program, batches_by_step
 
-    if (op.semantic.composite is not None and _whole_masks(op)) or op.steps[0].role == "opaque":
+    if batches_by_step(op):
         batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
@@ -125,12 +124,6 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
 
 
 batching.primitive_batchers[fused_p] = _batch
-
-
-def _whole_masks(op: FusedOp) -> bool:
-    """Whether a softmax reads scores and mask of one shape. Fewer dimensions could not be told from batched ones."""
-    softmax = next(step for step in op.steps if step.role == "softmax")
-    return len({v.aval.shape for v in softmax.body.invars}) == 1
 
 
 # -- differentiation ------------------------------------------------------------------------------------
@@ -177,11 +170,11 @@ def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ..
     if type(ct) is ad.Zero:
         return [*fixed, *(ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in dots)]
     wanted = [i for i, d in zip(where, dots, strict=True) if ad.is_undefined_primal(d)]
-    from aicf_jax.engine import backward_program
+    from aicf_jax.derived import backward_program
 
     values = backward_program(op, tuple(wanted))(inputs, saved, ct)
     if op.context.policy.verify:
-        expected = jax.vjp(lambda *xs: autodiff.reference(op, *xs)[0], *inputs)[1](ct)
+        expected = jax.vjp(lambda *xs: op.reference(*xs)[0], *inputs)[1](ct)
         verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])
     found = dict(zip(wanted, values, strict=True))
     return [*fixed, *(found.get(i) for i in where)]

@@ -8,14 +8,13 @@ what the equations cost as written, and wins when nothing is cheaper.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from aicf_jax import _compat, log
 from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.kernels import XLA, Kernel
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops import FusedOp, nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +25,6 @@ class Cost:
     bytes_after: int
     launches_before: int
     launches_after: int = 1
-
-
-def nbytes(aval: Any) -> int:
-    """Bytes of one array of this type."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def cost_of(op: FusedOp) -> Cost:
@@ -48,8 +42,7 @@ def cost_of(op: FusedOp) -> Cost:
         eqns = op.steps[0].body.eqns
         before = sum(nbytes(v.aval) for e in eqns for v in (*e.invars, *e.outvars))
         launches = len(eqns)
-    after = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
-    return Cost(before, after, launches)
+    return Cost(before, op.outer_bytes(), launches)
 
 
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mcir._reductions import Kind, Reductions
+from mcir._finals import Finals
+from mcir._reductions import Kind
 from mcir.algebra import Exp, Forms
 from mcir.errors import DeriveError
 from mcir.ir import Skip, Store, Stream, Tile
@@ -20,7 +21,7 @@ from mcir.visibility import find_skip
 _ORDER = {"reduce_max": 0, "dot": 2}
 
 
-class Nest(Reductions):
+class Nest(Finals):
     """One nest; see `mcir._values.Values` for what it is made from."""
 
     def emit(self) -> Tile:
@@ -69,7 +70,8 @@ class Nest(Reductions):
         return seen & pending
 
     def _phase(self, forms: Forms, reductions: list[int], ready: list[int], phase: int) -> None:
-        self.inside, self.inner, self.maxima, self.states, self.chosen = [], {}, {}, {}, {}
+        self.inside, self.inner, self.represented = [], {}, {}
+        self.maxima, self.states, self.chosen = {}, {}, {}
         self.computed_before = set(self.site.computed)
         declared: list[Any] = []
         self.declared = declared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mcir.graph import ComputationGraph
 
@@ -49,14 +49,15 @@ class Planner:
         value = self.graph.values[v]
         return math.prod(self.graph.axes[a] for a in value.axes)
 
-    def _live(self, targets: set[int]) -> list[int]:
+    def _live(self, targets: set[int], stop: Collection[int] = ()) -> list[int]:
+        """Values that targets are computed from, themselves included, back to what is known and to `stop`."""
         seen: set[int] = set()
         todo = list(targets)
         while todo:
             v = todo.pop()
             if v not in seen:
                 seen.add(v)
-                if v not in self.known:
+                if v not in self.known and v not in stop:
                     todo.extend(self.graph.values[v].args)
         return sorted(seen)
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from mcir._site import accumulator
 from mcir._values import Values
-from mcir.algebra import Exp, Form, Forms, Squared, merged
-from mcir.errors import DeriveError
+from mcir.algebra import Exp, Form, Forms, Squared
 from mcir.graph import Value
 from mcir.ir import Compute, OnlineReduction, Update
 
@@ -23,6 +22,7 @@ class Reductions(Values):
     Attributes:
       declared: the `OnlineReduction`s before its stream.
       maxima: ``(x, axes)`` -> the running maximum of x over these axes.
+      represented: what stands for an exponential, with linear operations applied to it or without.
       states: what a corrected sum adds up -> its state; spellings of one sum share it.
       chosen: a guard and the axes reduced over -> whether it has chosen anything.
     """
@@ -30,6 +30,7 @@ class Reductions(Values):
     declared: list[Any]
     maxima: dict[tuple[int, tuple[str, ...]], str]
     states: dict[Any, str]
+    represented: dict[Any, str]
     chosen: dict[Any, str]
 
     def _form_of(self, forms: Forms, r: int) -> Kind | None:
@@ -133,13 +134,13 @@ class Reductions(Values):
         """``W exp(base (x - m))`` of the tile, with the running m: the name and dtype of what stands for the value."""
         value = self.graph.values[form.x]
         dtype = accumulator(value.dtype)
-        key = ("p", form.x, m, form.base)
-        if key not in self.inner:
+        key = (form.x, m, form.base)
+        if key not in self.represented:
             name = self.site.names.fresh("p")
             type_ = self._type(dtype, value.axes)
             self.inside.append(Compute(name, "shifted_exp", (self._wide(form.x), m), (("base", form.base),), type_))
-            self.inner[key] = name  # pyright: ignore[reportArgumentType]
-        name, axes = self.inner[key], set(value.axes)  # pyright: ignore[reportArgumentType]
+            self.represented[key] = name
+        name, axes = self.represented[key], set(value.axes)
         for position, k in form.linear:
             name, dtype, axes = self._linear(position, k, name, dtype, axes, key)
         return name, dtype
@@ -161,38 +162,18 @@ class Reductions(Values):
         self.declared.append(OnlineReduction((state,), "max", self.site.renamed(along), self._type("bool", left)))
         self.inside.append(Update((state,), (name,)))
 
-    def _guarded(self, form: Exp, name: str, value: Value, dtype: str) -> str:
-        """A sum with its factors put back, 0 where its guards have chosen nothing."""
-        over = value.param("over")
-        for predicate, when in form.guards:
-            own = self.graph.values[predicate]
-            if (predicate, when, over) in self.chosen:
-                chosen = self.chosen[predicate, when, over]
-            else:
-                chosen = self._outer_value(predicate)
-            zero = self.site.names.fresh("c")
-            self.body.append(Compute(zero, "constant", (), (("value", 0.0),), self._type(dtype, ())))
-            cases = (zero, name) if when or (predicate, when, over) in self.chosen else (name, zero)
-            axes = {*value.axes, *(a for a in own.axes if a not in over)}
-            out = self.site.names.fresh("o")
-            self.body.append(Compute(out, "select_n", (chosen, *cases), (), self._type(dtype, axes)))
-            name = out
-        return name
-
     def _linear(
         self, position: int, k: int, name: str, dtype: str, axes: set[str], key: Any
     ) -> tuple[str, str, set[str]]:
         """One linear operation of the graph applied to the representation `name` as its argument k."""
         step = self.graph.values[position]
         axes = axes | set(step.axes)
-        if step.op == "convert_element_type":
-            target = step.dtype
-        else:
-            target = dtype
+        converts = step.op == "convert_element_type"
+        target = step.dtype if converts else dtype
         done = (key, position)
-        if done in self.inner:
-            return self.inner[done], target, axes  # pyright: ignore[reportArgumentType]
-        if step.op == "convert_element_type":
+        if done in self.represented:
+            return self.represented[done], target, axes
+        if converts:
             out = name if target == dtype else self._cast(self.inside, name, target, axes)
         else:
             args = []
@@ -206,7 +187,7 @@ class Reductions(Values):
                 args.append(self._cast(self.inside, other, dtype, self.graph.values[a].axes) if wrong else other)
             out = self.site.names.fresh("w")
             self.inside.append(Compute(out, step.op, tuple(args), step.params, self._type(dtype, axes)))
-        self.inner[done] = out  # pyright: ignore[reportArgumentType]
+        self.represented[done] = out
         return out, target, axes
 
     def _moments(self, x: int, over: tuple[str, ...], value: Value) -> str:
@@ -216,113 +197,3 @@ class Reductions(Values):
         self.declared.append(OnlineReduction(names, "moments", self.site.renamed(over), type_))
         self.inside.append(Update(names, (source,)))
         return names[2]
-
-    def _finish(self, forms: Forms, r: int, state: str, found: Kind, states: dict[int, str]) -> None:
-        """The final value of a reduction: its state, with what was taken out of the sum put back."""
-        value, (kind, form, _) = self.graph.values[r], found
-        dtype = accumulator(value.dtype)
-        if value.op == "reduce_max":
-            dtype = accumulator(self.graph.values[value.args[0]].dtype)
-        name = state
-        if kind == "exp":
-            assert isinstance(form, Exp)
-            name = self._put_back(forms, r, form, state, states)
-            name = self._guarded(form, name, value, accumulator(value.dtype))
-        if tiled := self._tiled(r):
-            self.outer[r] = self._share_of(r, name, tiled)
-            return
-        if dtype != value.dtype:
-            name = self._cast(self.body, name, value.dtype, value.axes)
-        self.outer[r] = name
-
-    def _share_of(self, r: int, state: str, tiled: list[str]) -> str:
-        """What one tile adds to a sum over tiles."""
-        value = self.graph.values[r]
-        name = self.site.names.fresh(f"{self.targets[r]}_part" if r in self.targets else "part")
-        over = (("over", self.site.renamed(tiled)),)
-        self.body.append(Compute(name, "reduce_sum", (state,), over, self._type(accumulator(value.dtype), value.axes)))
-        return name
-
-    def _put_back(self, forms: Forms, r: int, form: Exp, state: str, states: dict[int, str]) -> str:
-        value = self.graph.values[r]
-        dtype = accumulator(value.dtype)
-        exponents, powers = self._outside(forms, form, value.param("over"), states)
-        name = state
-        for (kind, key), power in powers.items():
-            other = self._row_atom(kind, key, states, dtype)
-            for _ in range(abs(round(power))):
-                op = "div" if power < 0 else "mul"
-                out = self.site.names.fresh("o" if value.op == "dot" else "l")
-                self.body.append(Compute(out, op, (name, other), (), self._type(dtype, value.axes)))
-                name = out
-        if exponents:
-            name = self._times_exp(exponents, name, dtype, value, states)
-        return name
-
-    def _outside(self, forms: Forms, form: Exp, over: tuple[str, ...], states: dict[int, str]) -> Any:
-        """What a reduction's state must be multiplied by: coefficients of exponents, and powers of row values."""
-        exponents: dict[tuple[str, Any], float] = {("max", (form.x, over)): form.base}
-        powers: dict[tuple[str, Any], float] = {}
-        todo = [(forms.exponent(q), c) for q, c in form.rows]
-        for q, k in form.factors:
-            todo.append(({("log", forms.positive(q)): 1.0}, float(k)))
-        while todo:
-            part, weight = todo.pop()
-            for (kind, q), c in part.items():
-                c = c * weight
-                inner = self._form_of(forms, q) if q in states else None
-                if kind == "log" and inner is not None and isinstance(inner[1], Exp):
-                    inner_form, inner_over = inner[1], self.graph.values[q].param("over")
-                    powers = merged([(powers, 1.0), ({("state", q): c}, 1.0)])
-                    exponents = merged(
-                        [(exponents, 1.0), ({("max", (inner_form.x, inner_over)): c * inner_form.base}, 1.0)]
-                    )
-                    todo += [(forms.exponent(p), c * b) for p, b in inner_form.rows]
-                    todo += [({("log", forms.positive(p)): 1.0}, c * k) for p, k in inner_form.factors]
-                elif kind == "log":
-                    powers = merged([(powers, 1.0), ({("row", q): c}, 1.0)])
-                else:
-                    own = self.graph.values[q]
-                    key = (own.args[0], own.param("over")) if own.op == "reduce_max" else None
-                    atom = ("max", key) if key in self.maxima else ("row", q)
-                    exponents = merged([(exponents, 1.0), ({atom: c}, 1.0)])
-        if any(abs(p - round(p)) > 1e-9 for p in powers.values()):
-            raise DeriveError("power", "whole powers of a denominator", str(powers))
-        return exponents, powers
-
-    def _row_atom(self, kind: str, key: Any, states: dict[int, str], dtype: str) -> str:
-        if kind == "state":
-            return states[key]
-        if kind == "max":
-            return self.maxima[key]
-        name, value = self._outer_value(key), self.graph.values[key]
-        return name if value.dtype == dtype else self._cast(self.body, name, dtype, value.axes)
-
-    def _times_exp(self, exponents: dict[Any, float], name: str, dtype: str, value: Value, states: Any) -> str:
-        total, axes = "", set()
-        for (kind, key), c in exponents.items():
-            term = self._row_atom(kind, key, states, dtype)
-            own = (
-                self.graph.values[key].axes
-                if kind == "row"
-                else tuple(a for a in self.graph.values[key[0]].axes if a not in key[1])
-            )
-            axes |= set(own)
-            type_ = self._type(dtype, axes)
-            if c != 1.0:
-                factor = self.site.names.fresh("c")
-                self.body.append(Compute(factor, "constant", (), (("value", c),), self._type(dtype, ())))
-                scaled = self.site.names.fresh("r")
-                self.body.append(Compute(scaled, "mul", (term, factor), (), self._type(dtype, own)))
-                term = scaled
-            if total:
-                out = self.site.names.fresh("r")
-                self.body.append(Compute(out, "add", (total, term), (), type_))
-                total = out
-            else:
-                total = term
-        power = self.site.names.fresh("c")
-        self.body.append(Compute(power, "exp", (total,), (), self._type(dtype, axes)))
-        out = self.site.names.fresh("o")
-        self.body.append(Compute(out, "mul", (name, power), (), self._type(dtype, value.axes)))
-        return out

@@ -229,24 +229,23 @@ class _Deriver(Planner):
                 continue
             if not set(plan.loops) <= set(value.axes) and plan.stream in value.axes:
                 found.append(v)
-        needed = self._live(set(found))
-        return [v for v in found if not any(v in self._live({w}) and w != v for w in found)] if needed else []
+        # Of those that others are computed from, the others only: they take the rest with them.
+        return [v for v in found if not any(v in self._live({w}) and w != v for w in found)]
 
     def _handed_on(self, later: set[int], now: set[int], plan: Plan) -> dict[int, str]:
         """Values the later nests need that only this one can know: results of its stream."""
         live = self._live(set(now) | later)
         streaming = [v for v in live if plan.stream in self._over(v) and v not in self.known]
         rooted = set(streaming) | self._depending(streaming, live)
-        self_known, out = dict(self.known), {}
-        self.known.update(dict.fromkeys(now, ""))
-        for v in self._live(later):
+        needed = self._live(later, stop=now)
+        handed = []
+        for v in needed:
             value = self.graph.values[v]
             fits = set(plan.loops) <= set(value.axes) and plan.stream not in value.axes
-            users = [w for w in self._live(later) if v in self.graph.values[w].args]
-            if v in rooted and v not in self.known and fits and any(w not in rooted or w in later for w in users):
-                out[v] = v
-        self.known = self_known
-        return {v: self._buffer("row", "temporary", *self._type_of(v)) for v in out}
+            users = [w for w in needed if v in self.graph.values[w].args]
+            if v in rooted and v not in now and fits and any(w not in rooted or w in later for w in users):
+                handed.append(v)
+        return {v: self._buffer("row", "temporary", *self._type_of(v)) for v in handed}
 
     def whole_somewhere(self, program: Program) -> set[str]:
         """Axes of the graph that one nest walks over in blocks and another has whole on chip: all must have it so."""

@@ -43,7 +43,6 @@ class ComputationGraph:
         function it views).
       views: value position of an ``input`` -> its `View`.
       outputs: ``(value position, View)`` of each result.
-      dtypes: of the results.
     """
 
     axes: dict[str, int]

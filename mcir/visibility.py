@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mcir._intervals import RULES, Interval, equal, negate
 from mcir.algebra import Forms
 from mcir.graph import ComputationGraph
 from mcir.ir import Compute, Program, Skip, Stream
@@ -164,62 +165,7 @@ def _from_positions(graph: ComputationGraph, v: int) -> bool:
         return True
     if value.op in ("and", "or", "not", "select_n", "ne", "eq", "convert_element_type"):
         return any(_from_positions(graph, a) for a in value.args)
-    return value.op in _INTERVALS and all(_from_positions(graph, a) for a in value.args)
-
-
-# -- interval arithmetic --------------------------------------------------------------------------------------
-
-Interval = tuple[Any, Any]
-
-
-def _compare(decide: Any) -> Any:
-    return lambda a, b: (decide(a, b)[0].astype(float), decide(a, b)[1].astype(float))
-
-
-def _product(a: Interval, b: Interval) -> Interval:
-    ends = [x * y for x in a for y in b]
-    return np.minimum.reduce(ends), np.maximum.reduce(ends)
-
-
-def _equal(a: Interval, b: Interval) -> Interval:
-    sure = (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])
-    possible = (a[0] <= b[1]) & (b[0] <= a[1])
-    return sure.astype(float), possible.astype(float)
-
-
-def _negate(a: Interval) -> Interval:
-    return 1 - a[1], 1 - a[0]
-
-
-def _select(p: Interval, no: Interval, yes: Interval) -> Interval:
-    low = np.where(p[0] > 0, yes[0], np.where(p[1] <= 0, no[0], np.minimum(no[0], yes[0])))
-    high = np.where(p[0] > 0, yes[1], np.where(p[1] <= 0, no[1], np.maximum(no[1], yes[1])))
-    return low, high
-
-
-_INTERVALS: dict[str, Any] = {
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "mul": _product,
-    "neg": lambda a: (-a[1], -a[0]),
-    "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
-    "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "abs": lambda a: (
-        np.where((a[0] <= 0) & (a[1] >= 0), 0, np.minimum(abs(a[0]), abs(a[1]))),
-        np.maximum(abs(a[0]), abs(a[1])),
-    ),
-    "ge": _compare(lambda a, b: (a[0] >= b[1], a[1] >= b[0])),
-    "gt": _compare(lambda a, b: (a[0] > b[1], a[1] > b[0])),
-    "le": _compare(lambda a, b: (a[1] <= b[0], a[0] <= b[1])),
-    "lt": _compare(lambda a, b: (a[1] < b[0], a[0] < b[1])),
-    "eq": _equal,
-    "ne": lambda a, b: _negate(_equal(a, b)),
-    "and": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "or": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
-    "not": _negate,
-    "select_n": _select,
-    "convert_element_type": lambda a: a,
-}
+    return value.op in RULES and all(_from_positions(graph, a) for a in value.args)
 
 
 def visible_blocks(program: Program, stream: Stream) -> tuple[tuple[str, ...], np.ndarray] | None:
@@ -291,14 +237,14 @@ def _evaluate(computes: dict[str, Compute], name: str, positions: Any, memo: dic
         return value, value
     if step.op == "iota":
         return positions(step.param("axis"))
-    rule = _INTERVALS.get(step.op)
+    rule = RULES.get(step.op)
     if step.type.dtype == "bool":
         unknown = (np.asarray(0.0), np.asarray(1.0))
     if rule is None:
         return unknown
     if step.op == "convert_element_type" and step.param("new_dtype") == "bool":
         a = _interval(computes, step.args[0], positions, memo)
-        return _negate(_equal(a, (np.asarray(0.0), np.asarray(0.0))))
+        return negate(equal(a, (np.asarray(0.0), np.asarray(0.0))))
     return rule(*(_interval(computes, a, positions, memo) for a in step.args))
 
 

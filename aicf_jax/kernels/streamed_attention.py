@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from aicf_jax.kernels import _streamed
 from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops import FusedOp, _programs
 
 
 def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    return _streamed.lowered(_streamed.forward, op)(*inputs)
+    return _programs.lowered(_programs.forward, op)(*inputs)
 
 
 def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    found = _streamed.lowered(_streamed.forward_saving, op)(*inputs)
+    found = _programs.lowered(_programs.forward_saving, op)(*inputs)
     n = len(op.results)
     return found[:n], found[n:]
 
 
 def _program(op: FusedOp) -> str:
-    return _streamed.text(_streamed.forward, op)
+    return _programs.text(_programs.forward, op)
 
 
 KERNEL = Kernel(
@@ -33,7 +32,7 @@ KERNEL = Kernel(
     ("cpu",),
     {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY},
     _run,
-    cost_bytes=_streamed.moved_bytes,
+    cost_bytes=_programs.moved_bytes,
     save=_save,
     program=_program,
 )

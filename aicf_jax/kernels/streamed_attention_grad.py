@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from aicf_jax.kernels import _streamed
 from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops import FusedOp, _programs
 
 
 def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    return _streamed.lowered(_streamed.backward, op)(*inputs)
+    return _programs.lowered(_programs.backward, op)(*inputs)
 
 
 def _program(op: FusedOp) -> str:
-    return _streamed.text(_streamed.backward, op)
+    return _programs.text(_programs.backward, op)
 
 
 KERNEL = Kernel(
@@ -26,6 +25,6 @@ KERNEL = Kernel(
     ("cpu",),
     {"dtypes": ANY},
     _run,
-    cost_bytes=_streamed.moved_bytes,
+    cost_bytes=_programs.moved_bytes,
     program=_program,
 )

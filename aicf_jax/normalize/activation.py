@@ -18,6 +18,7 @@ from aicf_jax import _compat
 from aicf_jax.fingerprint import Keys
 from aicf_jax.flags import OpFlags
 from aicf_jax.graph import Graph, Node
+from aicf_jax.normalize._constants import constant
 from aicf_jax.normalize._expressions import Expressions
 from aicf_jax.normalize._rule import Rule
 from aicf_jax.normalize._spellings import NEAR_MISSES, SPELLINGS, NearMiss, Spelling
@@ -102,21 +103,9 @@ class _Region:
     def constant(self, vid: int) -> tuple[int | None, tuple[int, ...]]:
         """``(expression, covers)`` of a scalar constant, also broadcast or converted; ``(None, ())`` otherwise."""
         if vid not in self._constants:
-            self._constants[vid] = self._constant(vid)
+            number, covers = constant(self.graph, vid)
+            self._constants[vid] = (None if number is None else self.expressions.constant(number), covers)
         return self._constants[vid]
-
-    def _constant(self, vid: int) -> tuple[int | None, tuple[int, ...]]:
-        value = self.graph.values[vid]
-        if value.kind == "literal":
-            return self.expressions.constant(value.atom.val), ()
-        position = int(self.graph.producer[vid])
-        if position < 0:
-            return None, ()
-        node = self.graph.nodes[position]
-        if node.op not in ("broadcast_in_dim", "convert_element_type", "pvary", "pcast") or len(node.inputs) != 1:
-            return None, ()
-        number, covers = self.constant(node.inputs[0])
-        return number, (*covers, *node.covers)
 
     def closed(self, exit_position: int) -> list[int] | None:
         """Members the exit needs, None when somebody outside uses a value between root and exit."""
@@ -141,7 +130,7 @@ class _Region:
             for v in graph.nodes[p].inputs:
                 if v not in self.number:
                     covers.update(self.constant(v)[1])
-                    scalars.append(_scalar(graph, v))
+                    scalars.append(constant(graph, v)[0])
         outputs = graph.nodes[exit_position].outputs
         flags = OpFlags.IS_ELEMENTWISE
         if isinstance(spelling, NearMiss):
@@ -155,13 +144,6 @@ class _Region:
 
 
 _ALPHA = {"elu": 1.0}
-
-
-def _scalar(graph: Graph, vid: int) -> float:
-    """The number behind a constant that may have been broadcast or converted."""
-    while graph.values[vid].kind != "literal":
-        vid = graph.nodes[int(graph.producer[vid])].inputs[0]
-    return float(graph.literal(vid))
 
 
 @functools.lru_cache(maxsize=16)

@@ -5,10 +5,10 @@ One module an operation, each exporting ``OP``; ``ops.gemm_epilogue`` is that mo
 
 from __future__ import annotations
 
-from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step
+from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step, nbytes
 from aicf_jax.registry import discover, unique
 
-__all__ = ["OPS", "Composite", "FusedOp", "SemanticOp", "Step"]
+__all__ = ["OPS", "Composite", "FusedOp", "SemanticOp", "Step", "nbytes"]
 
 #: Every operation by name.
 OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "OP"), "name")}

@@ -39,6 +39,12 @@ def softmax_step(op: FusedOp) -> tuple[int, Step]:
     return next((k, step) for k, step in enumerate(op.steps) if step.role == "softmax")
 
 
+def side_by_side(op: FusedOp) -> frozenset[int] | None:
+    """The softmax, whose scores and mask are; None where the mask has fewer dimensions than the scores."""
+    k, step = softmax_step(op)
+    return frozenset({k}) if len({v.aval.shape for v in step.body.invars}) == 1 else None
+
+
 def evaluate(op: FusedOp, inputs: Sequence[Any], slot: int, given: Mapping[int, Any]) -> Any:
     """The value of one slot by the equations, with some slots given. What is normalized late stays as it is given."""
     values: dict[int, Any] = {**dict(enumerate(inputs)), **given}
@@ -223,9 +229,7 @@ def region_graph(op: FusedOp) -> Any:
     slot = len(op.in_avals) + k
 
     def f(*inputs: Any) -> tuple[Any, Any]:
-        slots = list(inputs)
-        for step in op.steps:
-            slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
+        slots = op.evaluate(inputs)
         return slots[slot], slots[op.results[0]]
 
     return mcir.trace(f, *map(_compat.plain_aval, op.in_avals))

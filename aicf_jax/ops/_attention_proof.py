@@ -6,6 +6,7 @@ from typing import Any
 
 import mcir
 from aicf_jax.errors import Refusal
+from aicf_jax.ops import _programs
 from aicf_jax.ops._attention_composition import keys_dimension, region_graph
 from aicf_jax.ops._semantic import FusedOp
 
@@ -39,10 +40,8 @@ def _axes_refusal(op: FusedOp, graph: Any, no: Any) -> Refusal | None:
 
 
 def _streaming_refusal(op: FusedOp, no: Any) -> Refusal | None:
-    from aicf_jax.kernels import _streamed
-
     try:
-        program = _streamed.forward(op).program
+        program = _programs.forward(op).program
     except mcir.MCIRError as error:
         code = getattr(error, "code", "derive")
         return no(code, getattr(error, "expected", "a program"), getattr(error, "found", str(error)))

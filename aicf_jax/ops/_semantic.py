@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from aicf_jax import _compat
 from aicf_jax.attrs import AttrBlob, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.policy import NUMERICS
 
 
+def nbytes(aval: Any) -> int:
+    """Bytes of one array of this type."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
 def _no_check(match: Any) -> Refusal | None:
     return None
+
+
+def _nothing(op: Any) -> frozenset[int]:
+    return frozenset()
 
 
 def _no_extension(match: Any) -> Any:
@@ -30,12 +41,15 @@ class Composite:
         from the equations' own derivatives.
       gradient: name of the operation that this backward is.
       names: of the saved values, in prints.
+      side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
+        one means batching all; None where batching step by step could not tell which dimension is which.
     """
 
     save: Callable[..., tuple[list[Any], list[Any]]]
     cotangent: Callable[..., list[Any]]
     gradient: str
     names: tuple[str, ...]
+    side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +184,22 @@ class FusedOp:
             if step.role == "pointwise":
                 return n + k if step.from_output else step.operands[0]
         return None
+
+    def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
+        """All slots: the inputs, then the results of each step. These are the user's own equations."""
+        slots = list(inputs)
+        for step in self.steps:
+            slots.extend(_compat.as_function(step.body)(*[slots[i] for i in step.operands]))
+        return slots
+
+    def reference(self, *inputs: Any) -> tuple[Any, ...]:
+        """The results, as the unfused program computes them."""
+        slots = self.evaluate(inputs)
+        return tuple(slots[s] for s in self.results)
+
+    def outer_bytes(self) -> int:
+        """Bytes of inputs and results."""
+        return sum(nbytes(a) for a in (*self.in_avals, *self.out_avals))
 
     def with_choices(self, choices: tuple[tuple[str, str], ...]) -> FusedOp:
         return dataclasses.replace(self, choices=choices)

@@ -24,8 +24,9 @@ from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
+from aicf_jax.ops import _programs
 from aicf_jax.ops._absorb import absorb
-from aicf_jax.ops._attention_composition import cotangent, products, save
+from aicf_jax.ops._attention_composition import cotangent, products, save, side_by_side
 from aicf_jax.ops._attention_proof import input_names, prove
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp
 from aicf_jax.pattern import Match
@@ -84,18 +85,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     }
 
 
-def _unfused_bytes(op: FusedOp, platform: str) -> int:
-    """Inputs and results once, and each larger intermediate written and read; what fits in the cache stays there."""
-    from aicf_jax.kernels import _streamed
-    from aicf_jax.select import nbytes
-
-    outside = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
-    cache = _streamed.cache_bytes(platform)
-    avals = op.slot_avals[len(op.in_avals) :]
-    return outside + sum(2 * nbytes(a) for a in avals if nbytes(a) > cache)
-
-
-COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"))
+COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"), side_by_side)
 
 OP = SemanticOp(
     "attention",
@@ -108,5 +98,5 @@ OP = SemanticOp(
     prove=prove,
     composite=COMPOSITE,
     any_operands=True,
-    unfused_bytes=_unfused_bytes,
+    unfused_bytes=_programs.unfused_bytes,
 )

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from aicf_jax.attrs import Schema
+from aicf_jax.ops import _programs
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.attention import FIELDS
 
@@ -24,14 +25,6 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals}))}
 
 
-def _unfused_bytes(op: FusedOp, platform: str) -> int:
-    from aicf_jax.kernels import _streamed
-    from aicf_jax.select import nbytes
-
-    outside = sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
-    cache = _streamed.cache_bytes(platform)
-    avals = [v.aval for eqn in op.steps[0].body.eqns for v in eqn.outvars]
-    return outside + sum(2 * nbytes(a) for a in avals if nbytes(a) > cache)
-
-
-OP = SemanticOp("attention_grad", SCHEMA, _attributes, _requirements, any_operands=True, unfused_bytes=_unfused_bytes)
+OP = SemanticOp(
+    "attention_grad", SCHEMA, _attributes, _requirements, any_operands=True, unfused_bytes=_programs.unfused_bytes
+)

@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 import aicf_jax
 from aicf_jax import Kernel
 from aicf_jax.cache import build_plan
-from aicf_jax.engine import backward_program
+from aicf_jax.derived import backward_program
 from aicf_jax.explain import backward_text
 from aicf_jax.fuse import make_context
 from tests.support import EVERY_GEMM_EPILOGUE

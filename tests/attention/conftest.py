@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 import aicf_jax
-from aicf_jax.kernels import _streamed
+from aicf_jax.ops import _programs
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every attention is streamed, in blocks of 16: several, the last one ragged."""
+    """Every attention is streamed, in blocks of 8: several, the last one ragged."""
 
     def blocks(program):
-        return program.with_blocks(**{a.name: min(16, a.size) for a in program.axes if a.name in ("i", "j")})
+        return program.with_blocks(**{a.name: min(8, a.size) for a in program.axes if a.name in ("i", "j")})
 
     aicf_jax.clear_caches()
-    monkeypatch.setattr(_streamed, "cache_bytes", lambda platform: 0)
-    monkeypatch.setattr(_streamed, "scheduled", blocks)
+    monkeypatch.setattr(_programs, "cache_bytes", lambda platform: 0)
+    monkeypatch.setattr(_programs, "scheduled", blocks)
     yield
     aicf_jax.clear_caches()

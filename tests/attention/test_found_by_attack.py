@@ -10,9 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 import aicf_jax
-from aicf_jax import cache, engine, primitives
-from aicf_jax.kernels import _streamed
-from aicf_jax.ops import attention as attention_op
+from aicf_jax import derived, primitives
 from tests.support import assert_same, normal, quick_jit
 from tests.transformations import scalar
 
@@ -21,29 +19,8 @@ SOFTMAX_ROUNDINGS = 24
 ROUNDINGS = 2 * (max(Q, K) + SOFTMAX_ROUNDINGS)
 
 
-# Each compiles a program or several; what must hold at every commit is in tests/attention.
+# Each compiles a program or several; what must hold at every commit is in test_attention.py.
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """The streamed kernel on small arrays, in blocks of 8, so that there are several and the last is ragged."""
-
-    def forget():
-        cache.clear_caches()
-        for module in (engine, primitives, _streamed, attention_op):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-
-    def scheduled(program):
-        return program.with_blocks(**{a.name: min(8, a.size) for a in program.axes if a.name in ("i", "j")})
-
-    monkeypatch.setattr(_streamed, "cache_bytes", lambda platform: 0)
-    monkeypatch.setattr(_streamed, "scheduled", scheduled)
-    forget()
-    yield
-    forget()
 
 
 def operands(q=Q, k=K, dtype=jnp.float32):
@@ -221,7 +198,7 @@ def test_bias_gradient_stays_streamed(shape):
     """Summed over the batch and the queries: the kernel for the backward must take it, not leave it to XLA."""
     f, args = attention(lambda s, b: s + b), (*operands(), normal(9, *shape))
     op = next(x for x in _fused_ops(f, args))
-    backward = engine.backward_program(op, tuple(range(4)))
+    backward = derived.backward_program(op, tuple(range(4)))
     assert backward.op is not None and dict(backward.op.choices)["cpu"] == "streamed_attention_grad"
 
 
@@ -233,7 +210,7 @@ def test_one_array_as_queries_keys_and_values(scores):
     x = operands()[0]
     check(f, (x,))
     op = next(x for x in _fused_ops(f, (x,)))
-    backward = engine.backward_program(op, (0,))
+    backward = derived.backward_program(op, (0,))
     assert backward.op is not None and dict(backward.op.choices)["cpu"] == "streamed_attention_grad"
 
 
@@ -262,7 +239,7 @@ def test_softcap_gradient_stays_streamed():
     f, args = attention(lambda s: 5 * jnp.tanh(s / 5)), operands()
     check(f, args)
     (op,) = _fused_ops(f, args)
-    backward = engine.backward_program(op, (0, 1, 2))
+    backward = derived.backward_program(op, (0, 1, 2))
     assert backward.op is not None and dict(backward.op.choices)["cpu"] == "streamed_attention_grad"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import mcir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops._semantic import FusedOp, nbytes
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
 from mcir.schedule import Hardware, ScheduleError, batch_axes, schedule
@@ -18,7 +18,7 @@ from mcir.schedule import Hardware, ScheduleError, batch_axes, schedule
 @memo()
 def forward(op: FusedOp) -> Derived:
     """The program of the operation's results."""
-    return _derived(op, lambda *xs: _results(op, xs), "attention", _input_names(op))
+    return _derived(op, op.reference, "attention", _input_names(op))
 
 
 @memo()
@@ -39,7 +39,7 @@ def backward(op: FusedOp) -> Derived:
     """The program of a derived backward."""
     names = [_PRINTED.get(n, n.lower()) for n in op.input_names]
     results = ["d" + _PRINTED.get(n[1:], n[1:].lower()) for n in op.result_names]
-    return _derived(op, lambda *xs: _results(op, xs), "attention_backward", names, results)
+    return _derived(op, op.reference, "attention_backward", names, results)
 
 
 #: Names of the textbook as those of a program's buffers.
@@ -49,12 +49,6 @@ _PRINTED = {"Y": "out", "dY": "dout"}
 def _input_names(op: FusedOp) -> list[str]:
     found = op.semantic.names(op) if callable(op.semantic.names) else {}
     return [found.get(i, f"in{i}").lower() for i in range(len(op.in_avals))]
-
-
-def _results(op: FusedOp, xs: Any) -> list[Any]:
-    from aicf_jax import autodiff
-
-    return list(autodiff.reference(op, *xs))
 
 
 def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequence[str] = ()) -> Derived:
@@ -110,6 +104,11 @@ def text(make: Any, op: FusedOp) -> str:
 
 def moved_bytes(op: FusedOp) -> int:
     """Inputs and results once: blocks that are read again come from the cache."""
-    from aicf_jax.select import nbytes
+    return op.outer_bytes()
 
-    return sum(nbytes(a) for a in (*op.in_avals, *op.out_avals))
+
+def unfused_bytes(op: FusedOp, platform: str) -> int:
+    """Inputs and results once, and each larger intermediate written and read; what fits in the cache stays there."""
+    cache = cache_bytes(platform)
+    made = [v.aval for step in op.steps for eqn in step.body.eqns for v in eqn.outvars]
+    return op.outer_bytes() + sum(2 * nbytes(a) for a in made if nbytes(a) > cache)
