@@ -157,8 +157,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     by_weight = sorted(found.values(), key=lambda study: -study.weight)
     chosen = by_weight if options.study == "all" else [found[options.study]]
     if options.study == "all" and (options.programs or options.modes):
-        # their names belong to the suite; the attention study, with names of its own, has to be asked for
-        chosen = [study for study in chosen if study.name != "attention"]
+        chosen = [study for study in chosen if not study.own_names]
     try:
         context = context_of(options, console)
         items = {study.name: study.items(context) for study in chosen}

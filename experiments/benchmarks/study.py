@@ -59,7 +59,8 @@ class Outcome:
 class Study:
     """A question to answer: `run(context)` measures, prints and writes; `items(context)` names what it would measure.
 
-    `weight` is its share of the time budget, relative to the other studies of the run.
+    `weight` is its share of the time budget, relative to the other studies of the run. With `own_names`, its programs
+    and modes are not those of the suite: where some are chosen by name, it takes part only if it is asked for itself.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Study:
     run: Callable[[Context], Outcome]
     items: Callable[[Context], list[str]]
     weight: float = 1.0
+    own_names: bool = False
 
     def __post_init__(self) -> None:
         if self.weight <= 0:

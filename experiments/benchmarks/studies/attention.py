@@ -83,4 +83,4 @@ def run(context: Context) -> Outcome:
 
 
 # the lightest: its long calls overrun any share, so the other studies go first
-STUDY = Study("attention", "causal attention, GPT stack", run, lambda c: list(cases_of(c)), weight=0.5)
+STUDY = Study("attention", "causal attention, GPT stack", run, lambda c: list(cases_of(c)), weight=0.5, own_names=True)
