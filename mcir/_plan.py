@@ -124,7 +124,9 @@ class Planner:
         letters = {1: ["h"], 2: ["b", "h"]}.get(len(batch), [f"b{k}" for k in range(len(batch))])
         names = dict(zip(batch, letters, strict=True))
         if len(big) == 2:
-            names.update(zip(big, "ij", strict=True))
+            # The stream's axis is the minor one: a product that is summed over it contracts the minor axis of its tile,
+            # which is the order that matrix products are fastest in.
+            names.update(sorted(zip(big, "ij", strict=True), key=lambda pair: pair[0] == plan.stream))
         elif big:
             names[big[0]] = "j" if big[0] == plan.stream else "i"
         small = iter("defgklnopqrstuvwxyz")

@@ -38,6 +38,7 @@ class Hardware:
       flops_per_byte: operations in the time of a byte of memory traffic. It counts where blocks are skipped: large
         tiles skip less. None: operations cost nothing.
       smallest: tiles are no smaller than this along axes that contractions go over, where an axis is that long.
+      smallest_rows: the same for the axes of nests, which are the rows of products in streams; `smallest` where larger.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Hardware:
     step_bytes: int = 0
     flops_per_byte: float | None = None
     smallest: int = 16
+    smallest_rows: int = 0
 
     @classmethod
     def host(cls, folder: Path = _CACHES) -> Hardware:
@@ -53,7 +55,8 @@ class Hardware:
         Read from ``/sys/devices/system/cpu/cpu0/cache``. Where there is no such thing (not Linux, some containers),
         4 MiB: less than the last cache of any machine of the last ten years has for two cores. A round of an XLA loop
         takes some ten microseconds to start on a CPU, time for about 64 KiB; two cores do some 90 GFLOP/s (float32)
-        beside some 10 GB/s. XLA runs a contraction of less than about 256 x 128 x 64 in eight batches on one core.
+        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core, or one of less than about 256 x 128 x
+        64 in eight batches, by release and layout.
         """
         found = []
         for index in sorted(folder.glob("index*")):
@@ -65,10 +68,10 @@ class Hardware:
             if kind != "Instruction":
                 found.append((int(level), _bytes(size), sharing))
         if not found:
-            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0, 256)
+            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0, 256, 512)
         level, size, sharing = max(found)
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0, 256)
+        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0, 256, 512)
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, Any]) -> Hardware:
@@ -110,8 +113,9 @@ def _blocks(program: Program, hardware: Hardware, whole: frozenset[str]) -> tupl
     names = [a.name for a in looped]
     program = program.with_blocks(**{a.name: max(1, a.size) for a in program.axes if a.name not in names})
     batch = batch_axes(program)
-    sizes = _thinned([_sizes(a.size, 1 if a.name in batch else hardware.smallest) for a in looped])
     nests = {axis for nest in program.nests for axis in nest.axes}
+    least = {a: max(hardware.smallest, hardware.smallest_rows if a in nests - _streamed(program) else 0) for a in names}
+    sizes = _thinned([_sizes(a.size, 1 if a.name in batch else least[a.name]) for a in looped])
     words = words_of(program)
 
     def rank(blocks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -160,6 +164,10 @@ def _loops(program: Program) -> Iterable[tuple[tuple[str, ...], Any]]:
     for _, s in program.statements():
         if isinstance(s, Stream):
             yield (s.axis,), s
+
+
+def _streamed(program: Program) -> set[str]:
+    return {s.axis for _, s in program.statements() if isinstance(s, Stream)}
 
 
 def _sizes(size: int, smallest: int) -> list[int]:

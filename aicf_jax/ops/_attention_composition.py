@@ -129,22 +129,27 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [evaluate(op, inputs, s, {}) for s in op.results], [m, total]
 
 
-def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> Any:
-    """P, laid out like the scores, from the scores, recomputed, and the log-sum-exp of each row."""
+def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> tuple[Any, Any]:
+    """``(E, r)``, P = E r: exponentials laid out like the scores, which are recomputed, and a factor for each row."""
     x, mask = _scores_and_mask(op, inputs)
     x = _wide(x, mask)
     if not op.blob["guarded"]:
         x = _capped(x, jnp.expand_dims(m, op.blob["axis"]))
-    p = _exponential(op, x, m) * jnp.expand_dims(1 / total, op.blob["axis"])
+    e, rows = _exponential(op, x, m), jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
-        p = jnp.where(mask, p, 0)
-    return p
+        e = jnp.where(mask, e, 0)
+        rows = jnp.where(jnp.isinf(rows), 0, rows)  # rows without elements
+    return e, rows
 
 
 def cotangent(
     op: FusedOp, inputs: Sequence[Any], results: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]
 ) -> list[Any]:
-    """See the module's docstring. X and P are computed again; no array of their size is kept."""
+    """See the docstring of `ops.attention`. X and P are computed again; no array of their size is kept.
+
+    W is linear in P, so the factor of each row, 1/l, may as well multiply dY, which is smaller than P. In low precision
+    it stays with P: dY / l could underflow.
+    """
     k, step = softmax_step(op)
     slot = len(op.in_avals) + k
     before, behind = (
@@ -160,8 +165,12 @@ def cotangent(
         return evaluate(op, given(before, xs), step.operands[0], {})
 
     x, pull_scores = jax.vjp(scores, *[inputs[i] for i in before])
-    p = weights(op, inputs, *saved)
+    p, per_row = weights(op, inputs, *saved)
     dtype = step.body.outvars[0].aval.dtype
+    if dtype == p.dtype == ct.dtype:
+        ct = ct * _beside_result(op, per_row)
+    else:
+        p = p * per_row
 
     def after(p: Any, *xs: Any) -> Any:
         return evaluate(op, given(behind, xs), op.results[0], {slot: p})
@@ -205,6 +214,20 @@ def _rows(op: FusedOp, product: Any) -> Any:
     left = [a for a in flat if a in rows]
     product = product.transpose([left.index(a) for d in p_dims for a in d if a in rows])
     return product.reshape([math.prod(sizes[a] for a in d if a in rows) for d in p_dims])
+
+
+def _beside_result(op: FusedOp, rows: Any) -> Any:
+    """What there is one of for each row of P, laid out beside the scores, beside the result."""
+    _, p_dims, out_dims, sizes = _layout(op)
+    rows = rows.transpose(permutation(op, rows.ndim))
+    keys = keys_dimension(op, rows.ndim)
+    flat = [a for k, d in enumerate(p_dims) if k != keys for a in d]
+    rows = rows.reshape([sizes[a] for a in flat])
+    wanted = [a for d in out_dims for a in d]
+    have = [a for a in wanted if a in flat]
+    rows = rows.transpose([flat.index(a) for a in have])
+    rows = jax.lax.broadcast_in_dim(rows, [sizes[a] for a in wanted], [wanted.index(a) for a in have])
+    return rows.reshape([math.prod(sizes[a] for a in d) for d in out_dims])
 
 
 def keys_dimension(op: FusedOp, ndim: int) -> int:

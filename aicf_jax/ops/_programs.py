@@ -59,11 +59,11 @@ def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequ
 def host() -> Hardware:
     """The machine this process runs on, as its loops of XLA kernels find it.
 
-    A quarter of the last cache: operands and results pass through it too. A round of a loop is some fifteen kernels and
+    Half of the last cache: operands and results pass through it too. A round of a loop is some fifteen kernels and
     the threads they start and wait for, about 0.2 ms: the time of 2 MiB of traffic.
     """
     machine = Hardware.host()
-    return dataclasses.replace(machine, cache_bytes=machine.cache_bytes // 4, step_bytes=2**21)
+    return dataclasses.replace(machine, cache_bytes=machine.cache_bytes // 2, step_bytes=2**21)
 
 
 def scheduled(program: mcir.Program) -> mcir.Program:
@@ -73,9 +73,16 @@ def scheduled(program: mcir.Program) -> mcir.Program:
     then is that nothing grows with the square of the length.
     """
     whole = batch_axes(program)
-    for smallest in (host().smallest, 64, 16):
+    machine = host()
+    for smallest, rows in (
+        (machine.smallest, machine.smallest_rows),
+        (machine.smallest, 0),
+        (128, 0),
+        (64, 0),
+        (16, 0),
+    ):
         try:
-            return schedule(program, dataclasses.replace(host(), smallest=smallest), whole)
+            return schedule(program, dataclasses.replace(machine, smallest=smallest, smallest_rows=rows), whole)
         except ScheduleError:
             continue
     looped = {a for loops, _ in program.statements() for a in loops} - whole
@@ -83,11 +90,11 @@ def scheduled(program: mcir.Program) -> mcir.Program:
 
 
 def cache_bytes(platform: str) -> int:
-    """What an intermediate may measure and still stay in the cache of a machine of this platform.
+    """What an intermediate may measure and still stay in the cache of a machine of this platform, beside its operands.
 
     Taken for the host's whatever the platform: no other has kernels yet.
     """
-    return host().cache_bytes
+    return host().cache_bytes // 2
 
 
 @memo()
