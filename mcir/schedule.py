@@ -55,8 +55,8 @@ class Hardware:
         Read from ``/sys/devices/system/cpu/cpu0/cache``. Where there is no such thing (not Linux, some containers),
         4 MiB: less than the last cache of any machine of the last ten years has for two cores. A round of an XLA loop
         takes some ten microseconds to start on a CPU, time for about 64 KiB; two cores do some 90 GFLOP/s (float32)
-        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core, or one of less than about 256 x 128 x
-        64 in eight batches, by release and layout.
+        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core, or one of less than about 256 x 128
+        x 64 in eight batches, by release and layout.
         """
         found = []
         for index in sorted(folder.glob("index*")):
