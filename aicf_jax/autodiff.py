@@ -40,16 +40,18 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 @memo()
 def saved_avals(op: FusedOp) -> tuple[Any, ...]:
-    """Types of what `save` keeps; a composite keeps the results as well."""
+    """Types of what the backward takes besides inputs and cotangents: for a composite also results."""
     if op.semantic.composite is None:
         return () if op.residual is None else (op.slot_avals[op.residual],)
     found = _compat.abstract_result(lambda *xs: save(op, xs), *op.in_avals)
-    return tuple(found)
+    n = len(op.results)
+    return tuple(kept(op, found[:n], found[n:]))
 
 
 def kept(op: FusedOp, results: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
     """What `fused_tangent` takes besides inputs and tangents, in the order of `saved_avals`."""
-    return [*results, *saved] if op.semantic.composite is not None else list(saved)
+    composite = op.semantic.composite
+    return [*(results[k] for k in composite.keeps(op)), *saved] if composite is not None else list(saved)
 
 
 def _run(step: Step, operands: Sequence[Any]) -> Any:
@@ -155,8 +157,8 @@ batching.primitive_batchers[activation_grad_p] = _grad_batch
 # -- tangent and cotangent of the composition -----------------------------------------------------------
 
 
-def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: dict[int, Any]) -> Any:
-    """Forward mode: the tangent of the first result. Linear in `tangents`.
+def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: dict[int, Any]) -> list[Any]:
+    """Forward mode: the tangent of each result. Linear in `tangents`.
 
     Step by step from the residual, or that of the equations for an operation with a `Composite`.
 
@@ -184,16 +186,15 @@ def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: 
             terms = [_run(step, [slots.get(i, _zeros(a)) for i, a in zip(step.operands, avals, strict=True)])]
         if terms:
             slots[n + k] = functools.reduce(jnp.add, terms)
-    out = slots.get(op.results[0])
-    return _zeros(op.out_avals[0]) if out is None else out
+    return [slots[s] if s in slots else _zeros(a) for s, a in zip(op.results, op.out_avals, strict=True)]
 
 
-def _tangent_of_equations(op: FusedOp, inputs: Sequence[Any], tangents: dict[int, Any]) -> Any:
+def _tangent_of_equations(op: FusedOp, inputs: Sequence[Any], tangents: dict[int, Any]) -> list[Any]:
     where = sorted(tangents)
 
-    def f(*xs: Any) -> Any:
+    def f(*xs: Any) -> list[Any]:
         given = dict(zip(where, xs, strict=True))
-        return op.reference(*[given.get(i, x) for i, x in enumerate(inputs)])[0]
+        return list(op.reference(*[given.get(i, x) for i, x in enumerate(inputs)]))
 
     return jax.jvp(f, tuple(inputs[i] for i in where), tuple(tangents[i] for i in where))[1]
 
@@ -202,21 +203,29 @@ def _zeros(aval: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
-def cotangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]) -> list[Any]:
-    """Reverse mode: cotangents of the input slots in `wanted`, each intermediate cotangent computed once."""
-    if op.semantic.composite is not None:
-        n = len(op.results)
-        return op.semantic.composite.cotangent(op, inputs, saved[:n], saved[n:], ct, wanted)
+def cotangent(
+    op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], cts: Sequence[Any], wanted: Sequence[int]
+) -> list[Any]:
+    """Reverse mode: cotangents of the input slots in `wanted`, each intermediate cotangent computed once.
+
+    `cts` has the cotangent of each result, None where it has none.
+    """
+    composite = op.semantic.composite
+    if composite is not None:
+        where = composite.keeps(op)
+        known = dict(zip(where, saved, strict=False))
+        results = [known.get(k) for k in range(len(op.results))]
+        return composite.cotangent(op, inputs, results, saved[len(where) :], cts, wanted)
     residual = saved[0] if saved else None
     n, needed = len(op.in_avals), _depends_on(op, wanted)
-    cts: dict[int, Any] = {op.results[0]: ct}
+    found: dict[int, Any] = {s: ct for s, ct in zip(op.results, cts, strict=True) if ct is not None}
     for k in reversed(range(len(op.steps))):
-        step, out = op.steps[k], cts.get(n + k)
+        step, out = op.steps[k], found.get(n + k)
         if out is None:
             continue
         for slot, term in _step_cotangents(op, step, inputs, residual, out, needed):
-            cts[slot] = term if slot not in cts else cts[slot] + term
-    return [cts[i] if i in cts else _zeros(op.in_avals[i]) for i in wanted]
+            found[slot] = term if slot not in found else found[slot] + term
+    return [found[i] if i in found else _zeros(op.in_avals[i]) for i in wanted]
 
 
 def _step_cotangents(

@@ -87,27 +87,33 @@ class Backward:
     wanted: tuple[int, ...]
     op: FusedOp | None = None
 
-    def __call__(self, inputs: Sequence[Any], saved: Sequence[Any], ct: Any) -> list[Any]:
+    def __call__(self, inputs: Sequence[Any], saved: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
         if self.op is not None:
-            return primitives.bind(self.op, *inputs, *saved, ct)
+            return primitives.bind(self.op, *inputs, *saved, *cts)
         assert self.rewritten is not None
-        return _compat.as_function(self.rewritten.jaxpr)(*inputs, *saved, ct)
+        return _compat.as_function(self.rewritten.jaxpr)(*inputs, *saved, *cts)
 
 
 @memo()
-def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
-    """The composite backward of an operation for some of its inputs, matched and selected like any program."""
+def backward_program(op: FusedOp, wanted: tuple[int, ...], given: tuple[bool, ...] | None = None) -> Backward:
+    """The composite backward of an operation for some of its inputs, matched and selected like any program.
+
+    `given`: which results have a cotangent; all of them unless told otherwise.
+    """
+    given = given or (True,) * len(op.results)
     saved = autodiff.saved_avals(op)
-    n = len(op.in_avals)
+    n, m = len(op.in_avals), len(op.in_avals) + len(saved)
 
     def f(*args: Any) -> list[Any]:
-        return autodiff.cotangent(op, args[:n], args[n:-1], args[-1], wanted)
+        rest = iter(args[m:])
+        return autodiff.cotangent(op, args[:n], args[n:m], [next(rest) if g else None for g in given], wanted)
 
-    avals = (*op.in_avals, *saved, op.out_avals[0])
+    avals = (*op.in_avals, *saved, *(a for a, g in zip(op.out_avals, given, strict=True) if g))
     jaxpr = _compat.trace(f, *avals)
     composite = op.semantic.composite
+    outer = _cotangent_names(op, given)
     if composite is not None:
-        names = (*_input_names(op), *composite.names, "dY")
+        names = (*_input_names(op), *composite.names_of(op), *outer)
         return Backward(None, names, wanted, _gradient_op(op, jaxpr, avals, names, wanted))
     engine = Engine(op.context)
     done = engine.rewrite(jaxpr)
@@ -116,7 +122,7 @@ def backward_program(op: FusedOp, wanted: tuple[int, ...]) -> Backward:
         # transformations.
         done = dataclasses.replace(done, jaxpr=jaxpr)
     residual_name = () if not saved else ("Y",) if op.residual in op.results else ("Z",)
-    return Backward(done, (*_input_names(op), *residual_name, "dY"), wanted)
+    return Backward(done, (*_input_names(op), *residual_name, *outer), wanted)
 
 
 def _gradient_op(
@@ -142,6 +148,13 @@ def _gradient_op(
         result_names=tuple("d" + names[i] for i in wanted),
     )
     return selected(new, op.pattern)[0]
+
+
+def _cotangent_names(op: FusedOp, given: Sequence[bool]) -> list[str]:
+    """``dY``, and for further results what they are called where they are kept."""
+    composite = op.semantic.composite
+    known = dict(zip(composite.keeps(op), composite.names_of(op), strict=False)) if composite is not None else {}
+    return ["dY" if not k else "d" + known.get(k, f"Y{k}") for k, g in enumerate(given) if g]
 
 
 def _input_names(op: FusedOp) -> tuple[str, ...]:

@@ -118,26 +118,28 @@ class Engine:
             hits = []
             for start, flags in enumerate(graph.flag_list):
                 key = (start, pattern.rewrite.name)
-                if key in settled or not pattern.sequence[0].accepts(flags):
+                if key in settled or not pattern.starts_at(flags):
                     continue
-                hit, refusal = self._at(graph, pattern, start)
+                hit, refusal, anchors = self._at(graph, pattern, start)
                 if hit is not None:
                     hits.append(hit)
                 if refusal is not None:
                     refused.append(refusal)
                 if hit is not None or refusal is not None:
-                    settled.add(key)
+                    settled.update((i, pattern.rewrite.name) for i in anchors)
             if hits:
                 graph = self._promote(graph, hits, found, refused)
         return graph, [fused for _, fused in sorted(found, key=lambda pair: pair[0])], refused
 
-    def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None]:
+    def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None, tuple[int, ...]]:
+        """``(match, refusal, nodes that the chain might have started at too)``"""
         hit = match(graph, pattern, start)
         if hit is None:
-            return None, near_miss(graph, pattern, start)
+            return None, near_miss(graph, pattern, start), (start,)
+        anchors = hit.positions[: pattern.prefix + 1]
         hit = pattern.rewrite.extend(hit)
         refusal = legality.check(hit, self.context.policy)
-        return (hit, None) if refusal is None else (None, refusal)
+        return (hit, None, anchors) if refusal is None else (None, refusal, anchors)
 
     def _promote(
         self, graph: Graph, hits: list[Match], found: list[tuple[int, Fused]], refused: list[Refusal]

@@ -12,6 +12,7 @@ reported as a near miss. `NearMiss` rows name further sequences that resemble th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,6 +99,11 @@ SOFTMAX = test(OpFlags.IS_SOFTMAX, OpFlags.IS_UNNORMALIZED)
 SOFTMAX_WEIGHTS = test(OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED)
 NEAR_SOFTMAX = test(OpFlags.IS_NEAR_SOFTMAX)
 NORMALIZE = test(OpFlags.IS_NORMALIZE)
+LAYER_NORM = test(OpFlags.IS_NORMALIZATION | OpFlags.IS_CENTERED)
+RMS_NORM = test(OpFlags.IS_NORMALIZATION, OpFlags.IS_CENTERED)
+NEAR_LAYER_NORM = test(OpFlags.IS_NEAR_NORM | OpFlags.IS_CENTERED)
+NEAR_RMS_NORM = test(OpFlags.IS_NEAR_NORM, OpFlags.IS_CENTERED)
+RESIDUAL = test(OpFlags.IS_RESIDUAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +132,8 @@ class Pattern:
 
     Attributes:
       name: unique among the patterns in use; `Fusion.pattern` and `Refusal.pattern`.
-      sequence: tests; the first is the anchor and must be ``"one"``.
+      sequence: tests; one must be ``"one"``. The first node of a chain is its anchor; tests before the first ``"one"`` are
+        ``"opt"``: what is there is part of the chain.
       rewrite: the `SemanticOp` that takes the nodes' place.
       near_misses: sequences to refuse by name.
 
@@ -148,10 +155,25 @@ class Pattern:
         bad = [t for t in self.sequence if not isinstance(t, Test)]
         if bad or not self.sequence:
             raise TypeError(f"Pattern({self.name!r}, sequence=...): expected Test objects, found {bad or 'none'}")
-        if self.sequence[0].quantifier != "one":
-            raise ValueError(f"Pattern({self.name!r}): the first test is the anchor and cannot be optional")
+        before = self.sequence[: self.prefix]
+        if len(before) == len(self.sequence) or any(t.quantifier == "star" for t in before):
+            raise ValueError(f"Pattern({self.name!r}): one test must hold, and no star may stand before it: the anchor")
         if not hasattr(self.rewrite, "attributes"):
             raise TypeError(f"Pattern({self.name!r}, rewrite=...): expected a SemanticOp, found {self.rewrite!r}")
+
+    @functools.cached_property
+    def prefix(self) -> int:
+        """Number of optional tests before the first that is not."""
+        return next((k for k, t in enumerate(self.sequence) if t.quantifier == "one"), len(self.sequence))
+
+    @functools.cached_property
+    def _starts(self) -> tuple[Test, ...]:
+        firsts = (row.sequence[0] for row in self.near_misses)
+        return tuple(dict.fromkeys((*self.sequence[: self.prefix + 1], *firsts)))
+
+    def starts_at(self, flags: int) -> bool:
+        """Whether a chain, or one that resembles it, may start at a node with these flags."""
+        return any(t.accepts(flags) for t in self._starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +306,7 @@ def _is_only_operand(graph: Graph, node: Node) -> bool:
 
 def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
     """The pattern at this anchor, None when it does not fit."""
-    if not pattern.sequence[0].accepts(graph.flag_list[start]):
+    if not pattern.starts_at(graph.flag_list[start]):
         return None
     for path in chains(graph, pattern.sequence, start):
         return Match(pattern, graph, path)
@@ -293,7 +315,7 @@ def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
 
 def near_miss(graph: Graph, pattern: Pattern, start: int) -> Refusal | None:
     """Why a chain that resembles the pattern is not it; None when nothing resembles it."""
-    if not pattern.sequence[0].accepts(graph.flag_list[start]):
+    if not pattern.starts_at(graph.flag_list[start]):
         return None
     unsafe = max(chains(graph, pattern.sequence, start, safe=False), key=len, default=())
     for row in pattern.near_misses:

@@ -31,7 +31,7 @@ from aicf_jax.policy import TARGETS
 from aicf_jax.select import check_results, is_left_to_xla, kernel_for
 
 fused_p = _compat.new_primitive("fused", multiple_results=True)
-tangent_p = _compat.new_primitive("fused_tangent")
+tangent_p = _compat.new_primitive("fused_tangent", multiple_results=True)
 
 
 def bind(op: FusedOp, *inputs: Any) -> list[Any]:
@@ -117,7 +117,8 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
         # What does not depend on a batched operand is not batched: the log-sum-exp where only V is.
-        before = [*op.out_avals, *(autodiff.saved_avals(op)[len(op.out_avals) :] if residual else ())]
+        more = autodiff.saved_avals(op)[len(op.semantic.composite.keeps(op)) :] if _has_residual(op, residual) else ()
+        before = [*op.out_avals, *more]
         return out, [0 if x.ndim > a.ndim else None for x, a in zip(out, before, strict=True)]
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
     return out, [0] * len(out)
@@ -131,22 +132,23 @@ batching.primitive_batchers[fused_p] = _batch
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
     open_ = is_left_to_xla(op)
-    by_equations = len(op.results) != 1 or residual or any(step.role in ("gradient", "opaque") for step in op.steps)
-    if by_equations or (open_ and op.semantic.composite is not None):
+    composite = op.semantic.composite is not None
+    by_equations = residual or any(step.role in ("gradient", "opaque") for step in op.steps)
+    if by_equations or (len(op.results) != 1 and not composite) or (open_ and composite):
         # Second order through a residual, an operation of a backward, or one that nothing is gained for.
         f = _function(op, residual, None)
         return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
     if open_:
-        (out,), saved = autodiff.save(op, primals)
+        out, saved = autodiff.save(op, primals)
     else:
         found: Any = fused_p.bind(*primals, op=op, residual=True)
-        out, *saved = found
-    saved = autodiff.kept(op, [out], saved)
+        out, saved = found[: len(op.results)], found[len(op.results) :]
+    saved = autodiff.kept(op, out, saved)
     present = tuple(type(t) is not ad.Zero for t in tangents)
     if not any(present):
-        return [out], [ad.Zero(_compat.typeof(out).to_tangent_aval())]
+        return out, [ad.Zero(_compat.typeof(x).to_tangent_aval()) for x in out]
     dots = [t for t in tangents if type(t) is not ad.Zero]
-    return [out], [tangent_p.bind(*primals, *saved, *dots, op=op, present=present)]
+    return out, tangent_p.bind(*primals, *saved, *dots, op=op, present=present)
 
 
 ad.primitive_jvps[fused_p] = _jvp
@@ -159,22 +161,25 @@ def _split(args: Sequence[Any], op: FusedOp, present: Sequence[bool]) -> tuple[A
     return args[:n], args[n : n + r], args[n + r :], where
 
 
-def _tangent(*args: Any, op: FusedOp, present: tuple[bool, ...]) -> Any:
+def _tangent(*args: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
     inputs, saved, dots, where = _split(args, op, present)
     return autodiff.tangent(op, inputs, saved, dict(zip(where, dots, strict=True)))
 
 
-def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
+def _tangent_transpose(cts: Sequence[Any], *args: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
     inputs, saved, dots, where = _split(args, op, present)
     fixed = [None] * (len(args) - len(dots))
-    if type(ct) is ad.Zero:
+    given = tuple(type(ct) is not ad.Zero for ct in cts)
+    if not any(given):
         return [*fixed, *(ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in dots)]
     wanted = [i for i, d in zip(where, dots, strict=True) if ad.is_undefined_primal(d)]
     from aicf_jax.derived import backward_program
 
-    values = backward_program(op, tuple(wanted))(inputs, saved, ct)
+    values = backward_program(op, tuple(wanted), given)(
+        inputs, saved, [ct for ct, g in zip(cts, given, strict=True) if g]
+    )
     if op.context.policy.verify:
-        expected = jax.vjp(lambda *xs: op.reference(*xs)[0], *inputs)[1](ct)
+        expected = jax.vjp(op.reference, *inputs)[1](tuple(map(ad.instantiate_zeros, cts)))
         verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])
     found = dict(zip(wanted, values, strict=True))
     return [*fixed, *(found.get(i) for i in where)]
@@ -207,13 +212,14 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 
 
 def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    return jax.vmap(functools.partial(_tangent, **params), in_axes=tuple(dims))(*args), 0
+    out = jax.vmap(functools.partial(_tangent, **params), in_axes=tuple(dims))(*args)
+    return out, [0] * len(out)
 
 
-def _tangent_abstract(*avals: Any, op: FusedOp, present: tuple[bool, ...]) -> Any:
+def _tangent_abstract(*avals: Any, op: FusedOp, present: tuple[bool, ...]) -> list[Any]:
     if avals[: len(op.in_avals)] == op.in_avals:
-        return op.out_avals[0].to_tangent_aval()  # the common case: no need to trace the tangent for its type
-    return _compat.abstract_result(functools.partial(_tangent, op=op, present=present), *avals)[0]
+        return [a.to_tangent_aval() for a in op.out_avals]  # the common case: no need to trace the tangent for its type
+    return _compat.abstract_result(functools.partial(_tangent, op=op, present=present), *avals)
 
 
 @memo()
@@ -223,7 +229,7 @@ def _jitted_tangent(op: FusedOp, present: tuple[bool, ...]) -> Any:
 
 tangent_p.def_impl(lambda *args, op, present: _jitted_tangent(op, present)(*args))
 tangent_p.def_abstract_eval(_tangent_abstract)
-mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 batching.primitive_batchers[tangent_p] = _tangent_batch
@@ -237,7 +243,7 @@ def _equations(*avals: Any, op: FusedOp, residual: bool) -> Any:
 
 
 def _tangent_equations(*avals: Any, **params: Any) -> Any:
-    return _compat.trace(lambda *args: [_tangent(*args, **params)], *avals)
+    return _compat.trace(functools.partial(_tangent, **params), *avals)
 
 
 def _jet(primals: Sequence[Any], series: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:

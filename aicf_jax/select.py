@@ -31,18 +31,35 @@ def cost_of(op: FusedOp) -> Cost:
     """The memory traffic of an operation, step by step and fused.
 
     As written every step reads its operands and writes its result; fused, inputs are read once and results written
-    once. Casts and layout changes count as steps: on their own they read and write memory too.
+    once. Casts and layout changes count as steps: on their own they read and write memory too. Of a norm and of what is
+    derived as a whole there is no one step as written: there each equation counts.
     """
     avals = op.slot_avals
-    before = sum(
-        sum(nbytes(avals[i]) for i in s.operands) + sum(nbytes(v.aval) for v in s.body.outvars) for s in op.steps
-    )
-    launches = len(op.steps)
-    if op.steps[0].role == "opaque":
-        eqns = op.steps[0].body.eqns
-        before = sum(nbytes(v.aval) for e in eqns for v in (*e.invars, *e.outvars))
-        launches = len(eqns)
+    before = launches = 0
+    for step in op.steps:
+        if step.role == "opaque":
+            moved = [sum(nbytes(v.aval) for v in (*e.invars, *e.outvars)) for e in step.body.eqns]
+        elif step.role == "norm":
+            moved = _moved_by_equations(step.body)
+        else:
+            moved = [sum(nbytes(avals[i]) for i in step.operands) + sum(nbytes(v.aval) for v in step.body.outvars)]
+        before += sum(moved)
+        launches += len(moved)
     return Cost(before, op.outer_bytes(), launches)
+
+
+def _moved_by_equations(body: Any) -> list[int]:
+    """Bytes each equation reads and writes. Numbers cost nothing, and what was broadcast is read where it came from."""
+    origin: dict[Any, Any] = {}
+    moved = []
+    for eqn in body.eqns:
+        if eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+            if not isinstance(eqn.invars[0], _compat.Literal):
+                origin[eqn.outvars[0]] = origin.get(eqn.invars[0], eqn.invars[0])
+        elif eqn.outvars[0].aval.ndim:
+            read = [v for v in eqn.invars if not isinstance(v, _compat.Literal) and v.aval.ndim]
+            moved.append(sum(nbytes(origin.get(v, v).aval) for v in (*read, *eqn.outvars)))
+    return moved
 
 
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from aicf_jax.graph import Graph, Node
 from aicf_jax.normalize._constants import constant, is_float
 from aicf_jax.normalize._log_forms import LOG, Form, Guard
 from aicf_jax.normalize._log_rules import RULES
+from aicf_jax.normalize._region import Region
 from aicf_jax.normalize.bias import broadcast_source
 
 #: Regions are grown no further than this; jax's own masked softmax has 20 equations.
@@ -20,27 +20,19 @@ REGION_EQUATIONS = 40
 _HAS_EFFECT = int(OpFlags.HAS_EFFECT)
 
 
-class LogRegion:
-    """Members in program order; `forms` by VID, that of x included."""
+class LogRegion(Region):
+    """Forms are those of the log domain (`_log_forms`)."""
 
     def __init__(self, graph: Graph, x: int, axis: int):
         aval = graph.values[x].aval
         # Coefficients are literals rounded to the type they are used in; low precision ones are compared as float32.
         self.tolerance = 4 * float(jnp.finfo(jnp.promote_types(aval.dtype, jnp.float32)).eps)
-        self.graph, self.x, self.axis, self.shape = graph, x, axis, aval.shape
+        super().__init__(graph, x)
+        self.axis, self.shape = axis, aval.shape
         self.forms: dict[int, Form] = {x: Form(LOG, 1.0, {}, tuple(range(len(aval.shape))))}
-        self.members: list[int] = []
         self._guards: dict[int, Guard] = {}
         self._masks: dict[int, tuple[Hashable, int, tuple[int, ...]]] = {}
-        queue = list(graph.users(x))
-        heapq.heapify(queue)
-        seen: set[int] = set()
-        while queue and len(self.members) < REGION_EQUATIONS:
-            position = heapq.heappop(queue)
-            if position not in seen and self._add(position):
-                for c in graph.consumers(position):
-                    heapq.heappush(queue, c)
-            seen.add(position)
+        self._grow(REGION_EQUATIONS)
 
     # -- forms ------------------------------------------------------------------------------------------
     def _add(self, position: int) -> bool:
@@ -55,8 +47,10 @@ class LogRegion:
             self.forms[node.outputs[0]] = form
         else:
             return False
-        self.members.append(position)
         return True
+
+    def _is_inside(self, vid: int) -> bool:
+        return vid in self.forms or vid in self._guards
 
     def _fits(self, form: Form, vid: int) -> bool:
         """Row constants may have any shape, functions of x that of x, its dimensions perhaps exchanged."""
@@ -104,36 +98,6 @@ class LogRegion:
             source = node.inputs[0]
         self._masks[vid] = ((source, *steps), source, tuple(covers))
         return self._masks[vid][0]
-
-    # -- closed parts of the region ------------------------------------------------------------------------
-    def needed(self, exit_position: int, stop: Iterable[int] = ()) -> list[int]:
-        """Members the exit is computed from, itself included, back to x and the values in `stop`."""
-        nodes, producer, stop = self.graph.nodes, self.graph.producer, {self.x, *stop}
-        found, todo = {exit_position}, [exit_position]
-        while todo:
-            for v in nodes[todo.pop()].inputs:
-                p = int(producer[v])
-                if v not in stop and (v in self.forms or v in self._guards) and p not in found:
-                    found.add(p)
-                    todo.append(p)
-        return sorted(found)
-
-    def is_closed(self, members: Iterable[int], exits: Iterable[int]) -> bool:
-        """Whether only `members` use the values between x and the `exits` (positions)."""
-        members, exits = set(members), set(exits)
-        return all(set(self.users(p)) <= members | exits and not self._escapes(p) for p in members - exits)
-
-    def users(self, position: int) -> list[int]:
-        """Consumers, but for those whose own result nobody uses (jax's logsumexp computes a sign it drops)."""
-        graph = self.graph
-        return [
-            c
-            for c in graph.consumers(position)
-            if graph.consumers(c) or self._escapes(c) or graph.nodes[c].flags & _HAS_EFFECT
-        ]
-
-    def _escapes(self, position: int) -> bool:
-        return not self.graph.escaping.isdisjoint(self.graph.nodes[position].outputs)
 
     def surroundings(self, members: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """``(inputs, covers)``: what members read besides forms, and their equations with those of constants."""

@@ -143,13 +143,19 @@ def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> tuple[Any
 
 
 def cotangent(
-    op: FusedOp, inputs: Sequence[Any], results: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]
+    op: FusedOp,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    saved: Sequence[Any],
+    cts: Sequence[Any],
+    wanted: Sequence[int],
 ) -> list[Any]:
     """See the docstring of `ops.attention`. X and P are computed again; no array of their size is kept.
 
     W is linear in P, so the factor of each row, 1/l, may as well multiply dY, which is smaller than P. In low precision
     it stays with P: dY / l could underflow.
     """
+    (ct,) = cts
     k, step = softmax_step(op)
     slot = len(op.in_avals) + k
     before, behind = (

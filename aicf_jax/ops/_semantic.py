@@ -26,6 +26,10 @@ def _nothing(op: Any) -> frozenset[int]:
     return frozenset()
 
 
+def _all_results(op: Any) -> tuple[int, ...]:
+    return tuple(range(len(op.results)))
+
+
 def _no_extension(match: Any) -> Any:
     return match
 
@@ -37,19 +41,26 @@ class Composite:
     Attributes:
       save: ``(op, inputs) -> (results, saved)``, plain JAX: the results as the equations give them, and what the
         backward wants kept.
-      cotangent: ``(op, inputs, results, saved, ct, wanted) -> cotangents`` of the inputs in `wanted`, plain JAX built
-        from the equations' own derivatives.
+      cotangent: ``(op, inputs, results, saved, cts, wanted) -> cotangents`` of the inputs in `wanted`, plain JAX built
+        from the equations' own derivatives. `cts` has the cotangent of each result, None where it has none; of
+        `results` those in `keeps` are there.
       gradient: name of the operation that this backward is.
-      names: of the saved values, in prints.
+      names: of the kept results and the saved values, in prints; or `FusedOp` -> names.
       side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
         one means batching all; None where batching step by step could not tell which dimension is which.
+      keeps: `FusedOp` -> positions of the results that `cotangent` reads.
     """
 
     save: Callable[..., tuple[list[Any], list[Any]]]
     cotangent: Callable[..., list[Any]]
     gradient: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
+    keeps: Callable[[Any], tuple[int, ...]] = _all_results
+
+    def names_of(self, op: Any) -> tuple[str, ...]:
+        """What `cotangent` takes besides inputs and cotangents, in prints."""
+        return self.names(op) if callable(self.names) else self.names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +114,8 @@ class Step:
 
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
-        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations).
+        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations);
+        ``"softmax"``, ``"normalize"`` and ``"norm"`` by the `Composite` of the operation.
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the results: the user's own equations. Only an opaque step has more than one.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
