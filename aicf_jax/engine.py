@@ -132,7 +132,7 @@ class Engine:
         return graph, [fused for _, fused in sorted(found, key=lambda pair: pair[0])], refused
 
     def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None, tuple[int, ...]]:
-        """``(match, refusal, nodes that the chain might have started at too)``"""
+        """``(match, refusal, nodes that the chain might have started at too)``."""
         hit = match(graph, pattern, start)
         if hit is None:
             return None, near_miss(graph, pattern, start), (start,)

@@ -132,8 +132,7 @@ class Pattern:
 
     Attributes:
       name: unique among the patterns in use; `Fusion.pattern` and `Refusal.pattern`.
-      sequence: tests; one must be ``"one"``. The first node of a chain is its anchor; tests before the first ``"one"`` are
-        ``"opt"``: what is there is part of the chain.
+      sequence: tests; one must be ``"one"``, those before it are ``"opt"``. The first node of a chain is its anchor.
       rewrite: the `SemanticOp` that takes the nodes' place.
       near_misses: sequences to refuse by name.
 

@@ -40,7 +40,7 @@ def number(graph: Graph, vid: int) -> tuple[float, tuple[int, ...]] | None:
     """``(number, covers)`` of a value that is one number everywhere, also by arithmetic; None for all else."""
     if graph.values[vid].kind == "literal":
         value = np.asarray(graph.literal(vid))
-        return None if value.ndim or value.dtype.kind in "OcV" and value.dtype != jnp.bfloat16 else (float(value), ())
+        return None if value.ndim or (value.dtype.kind in "OcV" and value.dtype != jnp.bfloat16) else (float(value), ())
     position = int(graph.producer[vid])
     node = graph.nodes[position] if position >= 0 else None
     if node is None or len(node.covers) != 1 or node.op not in _FOLDED:

@@ -36,7 +36,7 @@ def key(p: Poly) -> Key:
 
 
 def root(p: Poly) -> Symbol:
-    """``p^(-1/2)``"""
+    """The factor ``p^(-1/2)``."""
     return ("root", key(p))
 
 
@@ -46,12 +46,12 @@ def inverse(p: Poly) -> Symbol:
 
 
 def at_least(p: Poly, bound: float) -> Symbol:
-    """``max(p, bound)``"""
+    """The factor ``max(p, bound)``."""
     return ("at_least", key(p), bound)
 
 
 def stopped(p: Poly) -> Symbol:
-    """p as a constant of differentiation."""
+    """The factor p as a constant of differentiation."""
     return ("stopped", key(p))
 
 
@@ -127,7 +127,7 @@ def raised(p: Poly, exponent: float, tolerance: float) -> Poly | None:
 
 
 def centered_square(p: Poly, tolerance: float) -> float | None:
-    """c where p is ``c (x - m)^2``."""
+    """The c where p is ``c (x - m)^2``."""
     c = p.get(((X, 2),), 0.0)
     square = {product_of(((X, 2),)): c, product_of(((X, 1),), ((MEAN, 1),)): -2 * c, product_of(((MEAN, 2),)): c}
     return c if c and equal(p, square, tolerance) else None

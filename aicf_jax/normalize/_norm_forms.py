@@ -128,7 +128,7 @@ def _statistic(root: Symbol, tolerance: float) -> tuple[str, bool, float] | None
 
 
 def _under(root: Symbol) -> tuple[dict[Monomial, float], float, bool]:
-    """``(statistic, eps, clamped)``"""
+    """``(statistic, eps, clamped)``."""
     p = dict(root[1])  # pyright: ignore[reportArgumentType, reportCallIssue]
     eps = p.pop(moments.ONE, 0.0)
     if len(p) == 1:

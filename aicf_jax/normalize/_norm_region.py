@@ -1,4 +1,4 @@
-"""The values around a norm as polynomials (`_moments`) in one value x, its statistics along some axes, and few others."""
+"""The values around a norm as polynomials (`_moments`) in one value x and its statistics along some axes."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from aicf_jax import _compat
 from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
@@ -200,6 +201,14 @@ def cotangent(
             if s in wanted:
                 found[s] = found[s] + dx if s in found else dx
     return [found[i] if i in found else jnp.zeros(op.in_avals[i].shape, op.in_avals[i].dtype) for i in wanted]
+
+
+def _summed_again(op: FusedOp, inputs: Sequence[Any]) -> Any:
+    """What is normalized, from the inputs."""
+    if not op.blob["has_residual"]:
+        return inputs[_slots(op)[0]]
+    (found,) = _compat.as_function(op.steps[0].body)(*[inputs[s] for s in op.steps[0].operands])
+    return found
 
 
 def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
