@@ -16,6 +16,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from aicf_jax.flags import OpFlags
@@ -93,7 +94,7 @@ def _regions(graph: Graph) -> Iterator[list[NormRegion]]:
         (v, region.axes)
         for region in regions.values()
         for v, form in region.forms.items()
-        if form.poly != moments.power(moments.X)
+        if form.poly != moments.power(moments.X) and not form.has_root
     }
     for (_, axes), chain in chains.items():
         if not any((v, axes) in inner for v in chain):
@@ -101,13 +102,13 @@ def _regions(graph: Graph) -> Iterator[list[NormRegion]]:
 
 
 def _candidates(graph: Graph, vid: int) -> Iterator[list[int]]:
-    """Values that the summed one is, or is the square of; each with what it was converted from, that first."""
+    """Values that the summed one is, or is the square of; each with what it was widened from, that first."""
     while True:
         chain = [vid]
         while (node := _producer(graph, vid)) is not None and node.op in SAME_VALUE[:1]:
-            vid = node.inputs[0]
-            if not is_float(graph, vid):
+            if not _is_exact(graph, node):
                 break
+            vid = node.inputs[0]
             chain.append(vid)
         yield chain[::-1]
         is_square = node is not None and (
@@ -118,6 +119,12 @@ def _candidates(graph: Graph, vid: int) -> Iterator[list[int]]:
         if node is None or not is_square:
             return
         vid = node.inputs[0]
+
+
+def _is_exact(graph: Graph, node: Node) -> bool:
+    """Whether a conversion keeps every value: what was rounded is another value."""
+    before, after = (graph.values[v].aval.dtype for v in (node.inputs[0], node.outputs[0]))
+    return is_float(graph, node.inputs[0]) and jnp.promote_types(before, after) == after
 
 
 def _producer(graph: Graph, vid: int) -> Node | None:
