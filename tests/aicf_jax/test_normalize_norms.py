@@ -172,7 +172,7 @@ def test_a_scale_that_does_not_run_along_the_normalized_axes_alone_stays_outside
 
 
 def test_one_array_as_scale_and_bias_is_the_scale():
-    graph, node = norm_of(lambda x, g: layer_norm(x, g, g), X, G)
+    _, node = norm_of(lambda x, g: layer_norm(x, g, g), X, G)
     assert node.attr("bias") is None and len(node.inputs) == 2
 
 
