@@ -44,6 +44,11 @@ class OpFlags(enum.IntFlag):
     IS_UNNORMALIZED = 1 << 21
     IS_NORMALIZE = 1 << 22
     IS_NEAR_SOFTMAX = 1 << 23
+    IS_NEAR_AFFINE = 1 << 25
+    IS_AFFINE = 1 << 26
+    IS_NEAR_GATE = 1 << 27
+    IS_GATE = 1 << 28
+    IS_SLICE = 1 << 29
     HAS_EFFECT = 1 << 30
     IS_NOP = 1 << 31
     # -- derived: the graph around it -----------------------------------------------------------------
@@ -79,6 +84,7 @@ PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
     **dict.fromkeys(_names("add add_any mul"), _E | OpFlags.IS_JOIN),
     "convert_element_type": _E | OpFlags.IS_CAST,
     "broadcast_in_dim": OpFlags.IS_BROADCAST,
+    **dict.fromkeys(_names("slice split"), OpFlags.IS_SLICE),
     **dict.fromkeys(_names("reshape transpose squeeze expand_dims"), OpFlags.IS_LAYOUT),
     "activation_grad": _E | OpFlags.IS_ACTIVATION_GRAD,
     **dict.fromkeys(_names("fused fused_tangent"), OpFlags.IS_FUSED),

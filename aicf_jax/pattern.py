@@ -98,6 +98,12 @@ SOFTMAX = test(OpFlags.IS_SOFTMAX, OpFlags.IS_UNNORMALIZED)
 SOFTMAX_WEIGHTS = test(OpFlags.IS_SOFTMAX | OpFlags.IS_UNNORMALIZED)
 NEAR_SOFTMAX = test(OpFlags.IS_NEAR_SOFTMAX)
 NORMALIZE = test(OpFlags.IS_NORMALIZE)
+SLICE = test(OpFlags.IS_SLICE)
+GATE = test(OpFlags.IS_GATE)
+NEAR_GATE = test(OpFlags.IS_NEAR_GATE)
+CONV = test(OpFlags.IS_CONV)
+AFFINE = test(OpFlags.IS_AFFINE)
+NEAR_AFFINE = test(OpFlags.IS_NEAR_AFFINE)
 
 
 @dataclasses.dataclass(frozen=True)
