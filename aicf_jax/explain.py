@@ -17,6 +17,7 @@ from aicf_jax.fronts.function import FusedFunction, trace_call
 from aicf_jax.fuse import is_linen, make_context
 from aicf_jax.graph import Graph, build, schedule
 from aicf_jax.kernels import KERNELS, XLA, Kernel
+from aicf_jax.normalize import normalize
 from aicf_jax.ops import FusedOp
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
@@ -24,7 +25,7 @@ from aicf_jax.plan import linearize
 from aicf_jax.policy import TARGETS, Policy
 from aicf_jax.printer import type_text
 from aicf_jax.report import Fusion, Report
-from aicf_jax.select import cost_of, kernel_for
+from aicf_jax.select import cost_of, is_left_to_xla, kernel_for
 
 
 def explain(
@@ -129,10 +130,16 @@ def backward_text(backward: Backward) -> str:
     """A derived backward, one line per operation, with the names of the textbook: ``dZ``, ``dX``, ``dW``, ``db``."""
     if backward.rewritten is None:
         return _whole_backward_text(backward)
-    graph = backward.rewritten.graph
-    same = _reshapes(graph)
     wanted = ["d" + backward.names[i] for i in backward.wanted]
-    names = dict(zip(graph.arguments, backward.names, strict=True))
+    return "\n".join(
+        [*_equation_lines(backward.rewritten.graph, backward.names, wanted), "return " + ", ".join(wanted)]
+    )
+
+
+def _equation_lines(graph: Graph, inputs: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """One line per operation of a program whose arguments and results have these names."""
+    same = _reshapes(graph)
+    names = dict(zip(graph.arguments, inputs, strict=True))
     for v, name in zip(graph.results, wanted, strict=True):
         names.setdefault(same.get(v, v), name)
     lines = []
@@ -148,8 +155,7 @@ def backward_text(backward: Backward) -> str:
         what = f"{node.op}[{node.payload.blob['activation']}]" if node.payload is not None else node.op
         kernel = f"   kernel {_kernel_names(node.payload)}" if node.payload is not None else ""
         lines.append(f"{outputs} = {what}({inputs}): {type_text(graph.values[node.outputs[0]].aval)}{kernel}")
-    lines.append("return " + ", ".join(wanted))
-    return "\n".join(lines)
+    return lines
 
 
 def _whole_backward_text(backward: Backward) -> str:
@@ -158,7 +164,10 @@ def _whole_backward_text(backward: Backward) -> str:
     wanted = ["d" + backward.names[i] for i in backward.wanted]
     types = ", ".join(type_text(a) for a in op.out_avals)
     call = f"{op.semantic.name}({', '.join(backward.names)})"
-    return f"{', '.join(wanted)} = {call}: {types}   kernel {_kernel_names(op)}\nreturn {', '.join(wanted)}"
+    lines = [f"{', '.join(wanted)} = {call}: {types}   kernel {_kernel_names(op)}"]
+    if is_left_to_xla(op):
+        lines += [f"  {line}" for line in _equation_lines(normalize(build(op.steps[0].body)), backward.names, wanted)]
+    return "\n".join([*lines, "return " + ", ".join(wanted)])
 
 
 def _reshapes(graph: Graph) -> dict[int, int]:

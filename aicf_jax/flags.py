@@ -1,7 +1,7 @@
 """64-bit fingerprints: what an operation is, and what the graph around it allows.
 
-Every node of a `Graph` carries one `OpFlags` value; a graph keeps them in one ``numpy.uint64`` array. Bits 0-31 are
-*static* (a function of the primitive and its parameters), bits 32-63 are *derived* (a function of the neighbours).
+Every node of a `Graph` carries one `OpFlags` value; a graph keeps them in one ``numpy.uint64`` array. Bits 0-39 are
+*static* (a function of the primitive and its parameters), bits 40-47 are *derived* (a function of the neighbours).
 Matching is `has`: two AND operations and two comparisons per test, whatever the pattern. A primitive without a row in
 `PRIMITIVE_FLAGS` is opaque: it is executed as written and never fused.
 """
@@ -47,19 +47,26 @@ class OpFlags(enum.IntFlag):
     IS_CENTERED = 1 << 24
     IS_RESIDUAL = 1 << 25
     IS_NEAR_NORM = 1 << 26
+    IS_CROSS_ENTROPY = 1 << 27
+    IS_NEAR_CROSS_ENTROPY = 1 << 28
+    IS_SLICE = 1 << 29
     HAS_EFFECT = 1 << 30
     IS_NOP = 1 << 31
+    IS_GATE = 1 << 32
+    IS_NEAR_GATE = 1 << 33
+    IS_AFFINE = 1 << 34
+    IS_NEAR_AFFINE = 1 << 35
     # -- derived: the graph around it -----------------------------------------------------------------
-    SAFE_NODE = 1 << 32
-    ESCAPES = 1 << 33
-    DTYPE_F64 = 1 << 34
-    DTYPE_F32 = 1 << 35
-    DTYPE_BF16 = 1 << 36
-    DTYPE_F16 = 1 << 37
-    LAYOUT_CONTIG = 1 << 38
+    SAFE_NODE = 1 << 40
+    ESCAPES = 1 << 41
+    DTYPE_F64 = 1 << 42
+    DTYPE_F32 = 1 << 43
+    DTYPE_BF16 = 1 << 44
+    DTYPE_F16 = 1 << 45
+    LAYOUT_CONTIG = 1 << 46
 
 
-STATIC_MASK = OpFlags((1 << 32) - 1)
+STATIC_MASK = OpFlags((1 << 40) - 1)
 
 _E = OpFlags.IS_ELEMENTWISE
 
@@ -82,6 +89,7 @@ PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
     **dict.fromkeys(_names("add add_any mul"), _E | OpFlags.IS_JOIN),
     "convert_element_type": _E | OpFlags.IS_CAST,
     "broadcast_in_dim": OpFlags.IS_BROADCAST,
+    **dict.fromkeys(_names("slice split"), OpFlags.IS_SLICE),
     **dict.fromkeys(_names("reshape transpose squeeze expand_dims"), OpFlags.IS_LAYOUT),
     "activation_grad": _E | OpFlags.IS_ACTIVATION_GRAD,
     **dict.fromkeys(_names("fused fused_tangent"), OpFlags.IS_FUSED),

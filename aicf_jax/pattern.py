@@ -104,6 +104,12 @@ RMS_NORM = test(OpFlags.IS_NORMALIZATION, OpFlags.IS_CENTERED)
 NEAR_LAYER_NORM = test(OpFlags.IS_NEAR_NORM | OpFlags.IS_CENTERED)
 NEAR_RMS_NORM = test(OpFlags.IS_NEAR_NORM, OpFlags.IS_CENTERED)
 RESIDUAL = test(OpFlags.IS_RESIDUAL)
+SLICE = test(OpFlags.IS_SLICE)
+GATE = test(OpFlags.IS_GATE)
+NEAR_GATE = test(OpFlags.IS_NEAR_GATE)
+CONV = test(OpFlags.IS_CONV)
+AFFINE = test(OpFlags.IS_AFFINE)
+NEAR_AFFINE = test(OpFlags.IS_NEAR_AFFINE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,8 +136,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
     by_equations = residual or any(step.role in ("gradient", "opaque") for step in op.steps)
     if by_equations or (len(op.results) != 1 and not composite) or (open_ and composite):
         # Second order through a residual, an operation of a backward, or one that nothing is gained for.
-        f = _function(op, residual, None)
-        return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+        return _jvp_of_equations(_function(op, residual, None), primals, tangents)
     if open_:
         out, saved = autodiff.save(op, primals)
     else:
@@ -149,6 +148,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
         return out, [ad.Zero(_compat.typeof(x).to_tangent_aval()) for x in out]
     dots = [t for t in tangents if type(t) is not ad.Zero]
     return out, tangent_p.bind(*primals, *saved, *dots, op=op, present=present)
+
+
+def _jvp_of_equations(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Forward mode of a function, an input without a tangent being a constant of it: 0 times infinity would be NaN."""
+    where = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    given = list(primals)
+
+    def some(*xs: Any) -> Any:
+        for i, x in zip(where, xs, strict=True):
+            given[i] = x
+        return f(*given)
+
+    return jax.jvp(some, tuple(primals[i] for i in where), tuple(tangents[i] for i in where))
 
 
 ad.primitive_jvps[fused_p] = _jvp

@@ -30,12 +30,13 @@ class Region:
 def region(match: Match, context: Any) -> Region:
     """The operation a match stands for: its inputs in order of first use, one `Step` for each canonical node.
 
-    Where the backward is derived as a whole (`Composite`), an array that enters several products (x as queries, keys
-    and values) is an input for each of them: its gradients have different rows, and jax adds them up.
+    Where the backward is derived as a whole and says so (`Composite.apart`), an array that enters several products is
+    an input for each of them: its gradients have different rows, and jax adds them up.
     """
     graph, nodes = match.graph, match.all_nodes
     inside = {v for n in nodes for v in n.outputs}
-    apart = match.pattern.rewrite.composite is not None
+    composite = match.pattern.rewrite.composite
+    apart = composite is not None and composite.apart
     inputs: list[int] = []
     slots: dict[int, int] = {}
     operands_of: list[tuple[tuple[int, ...], list[int]]] = []
@@ -52,11 +53,13 @@ def region(match: Match, context: Any) -> Region:
                 found.append(len(inputs))
                 inputs.append(v)
         operands_of.append((operands, found))
-    steps = []
+    steps: list[Step] = []
+    free = len(inputs)
     for n, (operands, found) in zip(nodes, operands_of, strict=True):
         places = tuple(slots[v] if s < 0 else s for v, s in zip(operands, found, strict=True))
         steps.append(Step(_role(n), n.op, _body(graph, n, operands), places, n.attr("from_output", False)))
-        slots[n.outputs[0]] = len(inputs) + len(steps) - 1
+        slots.update(zip(n.outputs, range(free, free + len(n.outputs)), strict=True))
+        free += len(n.outputs)
     outputs = _outputs(match)
     semantic = match.pattern.rewrite
     op = FusedOp(
@@ -98,7 +101,7 @@ def _outputs(match: Match) -> tuple[int, ...]:
 
 
 def _role(node: Node) -> str:
-    if node.flags & OpFlags.IS_GEMM_LIKE:
+    if node.flags & (OpFlags.IS_GEMM_LIKE | OpFlags.IS_CONV | OpFlags.IS_GATE):
         return "bilinear"
     if node.flags & OpFlags.IS_ACTIVATION:
         return "pointwise"
@@ -108,11 +111,13 @@ def _role(node: Node) -> str:
         return "normalize"
     if node.flags & OpFlags.IS_NORMALIZATION:
         return "norm"
+    if node.flags & OpFlags.IS_AFFINE:
+        return "joint"
     return "gradient" if node.flags & OpFlags.IS_ACTIVATION_GRAD else "linear"
 
 
 def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:
-    """A jaxpr from the operands to the node's result. Each operand is its own parameter, also when two are the same."""
+    """A jaxpr from operands to results of a node. Each operand is its own parameter, also when two are the same."""
     if len(set(operands)) < len(operands):
         eqn = graph.eqn(node.covers[0])
         fresh = [v if isinstance(v, _compat.Literal) else _compat.new_var(v.aval) for v in eqn.invars]
@@ -120,7 +125,7 @@ def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:
         return _compat.make_jaxpr_object(parameters, eqn.outvars, [eqn.replace(invars=fresh)], _compat.no_effects)
     eqns = [graph.eqn(c) for c in node.covers]
     parameters = [graph.values[v].atom for v in operands]
-    return _compat.make_jaxpr_object(parameters, [graph.values[node.outputs[0]].atom], eqns, _compat.no_effects)
+    return _compat.make_jaxpr_object(parameters, [graph.values[v].atom for v in node.outputs], eqns, _compat.no_effects)
 
 
 def step_key(steps: Sequence[Step]) -> tuple[Any, ...]:

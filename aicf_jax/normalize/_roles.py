@@ -1,7 +1,8 @@
-"""Which role each dimension of a value plays in the matrix product it comes from.
+"""Which role each dimension of a value plays in the matrix product or convolution it comes from.
 
-``"b"`` batch, ``"m"`` free dimension of the left operand, ``"n"`` free dimension of the right operand (the features).
-The roles follow the value through casts, transposes, biases and reshapes that keep the features apart from the rest.
+``"b"`` batch, ``"m"`` free dimension of the left operand, ``"n"`` free dimension of the right operand (the features);
+of a convolution ``"n"`` the channels, ``"s"`` batch and positions. The roles follow the value through casts,
+transposes, slices, biases and reshapes that keep the features apart from the rest.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ def gemm_roles(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
 
 
 def roles_of(graph: Graph, vid: int) -> str | None:
-    """One letter per dimension, None when the value is not a matrix product seen through layout and bias."""
+    """One letter per dimension, None when the value is no product or convolution seen through layout and bias."""
     through = []
     while True:
         position = int(graph.producer[vid])
         if position < 0:
             return None
         node = graph.nodes[position]
-        if node.flags & OpFlags.IS_GEMM_LIKE:
+        if node.flags & (OpFlags.IS_GEMM_LIKE | OpFlags.IS_CONV):
             break
-        if not node.flags & (OpFlags.IS_CAST | OpFlags.IS_LAYOUT | OpFlags.IS_BIAS):
+        if not node.flags & (OpFlags.IS_CAST | OpFlags.IS_LAYOUT | OpFlags.IS_SLICE | OpFlags.IS_BIAS):
             return None
         through.append(node)
         vid = node.inputs[0]

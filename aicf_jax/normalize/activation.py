@@ -1,8 +1,9 @@
 """Canonical activations: regions of pointwise equations that are one of the known functions of a single value.
 
-From an argument or the result of a product, bias, cast or layout change the region of equations that depend on
-nothing else (and on scalar constants) is grown; each value in it gets an expression (`_expressions`); the last one
-that equals a known spelling and whose inner values nobody else uses becomes one canonical node.
+From an argument or the result of a product, convolution, bias, scale and shift, cast, slice or layout change the region
+of equations that depend on nothing else (and on scalar constants) is grown; each value in it gets an expression
+(`_expressions`); the last one that equals a known spelling and whose inner values nobody else uses becomes one canonical
+node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from aicf_jax.normalize._spellings import NEAR_MISSES, SPELLINGS, NearMiss, Spel
 #: Regions are grown no further than this; the longest spelling has about half as many equations.
 REGION_EQUATIONS = 24
 
-_ROOTS = int(OpFlags.IS_GEMM_LIKE | OpFlags.IS_BIAS | OpFlags.IS_CAST | OpFlags.IS_LAYOUT)
+_ROOTS = int(
+    OpFlags.IS_GEMM_LIKE
+    | OpFlags.IS_CONV
+    | OpFlags.IS_BIAS
+    | OpFlags.IS_AFFINE
+    | OpFlags.IS_CAST
+    | OpFlags.IS_LAYOUT
+    | OpFlags.IS_SLICE
+)
 _POINTWISE, _HAS_EFFECT = int(OpFlags.IS_ELEMENTWISE), int(OpFlags.HAS_EFFECT)
 
 
@@ -43,7 +52,7 @@ class _Table:
 def _apply(graph: Graph) -> dict[int, Node]:
     found: dict[int, Node] = {}
     keys = Keys()
-    roots = [*graph.arguments, *(n.outputs[0] for n in graph.nodes if n.flags & _ROOTS and len(n.outputs) == 1)]
+    roots = [*graph.arguments, *(v for n in graph.nodes if n.flags & _ROOTS for v in n.outputs)]
     for root in roots:
         if str(getattr(graph.values[root].aval, "dtype", None)) not in _FLOATS:
             continue

@@ -1,4 +1,4 @@
-"""Canonical bias: adding to a matrix product something that is constant along its rows.
+"""Canonical bias: adding to a matrix product, or a convolution, something that is constant along its rows or positions.
 
 The addend is followed back through broadcasts and reshapes to the vector it was. Which dimensions it varies along
 decides: features only is a bias; everything is a residual (no bias); rows but not everything is the wrong dimension,
@@ -79,21 +79,22 @@ def _as_bias(graph: Graph, node: Node, main: int, other: int) -> Node | None:
     if source == main or graph.values[source].kind == "literal" or graph.values[source].aval.ndim == 0:
         return None
     wide = {d for d, n in enumerate(out.shape) if n != 1}
-    if _along(roles, varying, "m") and varying == wide:
+    if _along(roles, varying, "ms") and varying == wide:
         return None  # a whole matrix: a residual connection
     # Features are the free dimensions of the right operand. A product that was transposed since has them first and the
     # left operand's last: `(w.T @ x.T).T` is `x @ w`, so there a bias may run along those.
-    along = "n" if not _along(roles, varying, "m") else "m"
+    along = "n" if not _along(roles, varying, "ms") else "m"
     axis = "features" if along == "n" or (roles[-1] == "m" and not _along(roles, varying, "n")) else "rows"
-    if _along(roles, wide, along) and not _along(roles, varying, along):
+    along_roles = "n" if along == "n" else "ms"
+    if _along(roles, wide, along_roles) and not _along(roles, varying, along_roles):
         return None  # constant along the features as well: an offset, not a bias
     flags = OpFlags.IS_ELEMENTWISE | OpFlags.IS_BIAS | OpFlags.HAS_PARAM
     attrs = (("axis", axis), ("along", along))
     return Node("bias_add", flags, (main, source), node.outputs, (*covers, *node.covers), attrs)
 
 
-def _along(roles: str, dimensions: set[int], role: str) -> set[int]:
-    return {d for d in dimensions if roles[d] == role}
+def _along(roles: str, dimensions: set[int], which: str) -> set[int]:
+    return {d for d in dimensions if roles[d] in which}
 
 
 RULE = Rule("bias", 10, _apply)

@@ -15,8 +15,12 @@ OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "O
 
 attention: SemanticOp = OPS["attention"]
 attention_grad: SemanticOp = OPS["attention_grad"]
+conv_epilogue: SemanticOp = OPS["conv_epilogue"]
+conv_epilogue_grad: SemanticOp = OPS["conv_epilogue_grad"]
 gemm_epilogue: SemanticOp = OPS["gemm_epilogue"]
 gemm_epilogue_grad: SemanticOp = OPS["gemm_epilogue_grad"]
+glu: SemanticOp = OPS["glu"]
+glu_grad: SemanticOp = OPS["glu_grad"]
 layer_norm: SemanticOp = OPS["layer_norm"]
 layer_norm_grad: SemanticOp = OPS["layer_norm_grad"]
 rms_norm: SemanticOp = OPS["rms_norm"]

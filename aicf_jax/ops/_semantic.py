@@ -46,6 +46,7 @@ class Composite:
         `results` those in `keeps` are there.
       gradient: name of the operation that this backward is.
       names: of the kept results and the saved values, in prints; or `FusedOp` -> names.
+      apart: an array that enters several products (x as queries, keys and values) is an input for each of them.
       side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
         one means batching all; None where batching step by step could not tell which dimension is which.
       keeps: `FusedOp` -> positions of the results that `cotangent` reads.
@@ -57,6 +58,7 @@ class Composite:
     names: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
     keeps: Callable[[Any], tuple[int, ...]] = _all_results
+    apart: bool = False
 
     def names_of(self, op: Any) -> tuple[str, ...]:
         """What `cotangent` takes besides inputs and cotangents, in prints."""
@@ -115,11 +117,12 @@ class Step:
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
         operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations);
-        ``"softmax"``, ``"normalize"`` and ``"norm"`` by the `Composite` of the operation.
+        ``"joint"`` (a function of all its operands), ``"softmax"``, ``"normalize"`` and ``"norm"`` by the `Composite` of
+        the operation.
       name: the canonical operation, e.g. ``"gelu_tanh"``.
-      body: jaxpr from the operands to the results: the user's own equations. Only an opaque step has more than one.
+      body: jaxpr from the operands to the results: the user's own equations.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
-        result (an opaque step takes as many slots as it has results).
+        result (a step with several results, opaque or a split, takes as many slots).
       from_output: a pointwise step whose derivative is a function of its result.
     """
 

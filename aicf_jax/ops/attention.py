@@ -85,7 +85,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     }
 
 
-COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"), side_by_side)
+COMPOSITE = Composite(save, cotangent, "attention_grad", ("Y", "m", "l"), side_by_side, apart=True)
 
 OP = SemanticOp(
     "attention",
