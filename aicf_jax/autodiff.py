@@ -158,7 +158,7 @@ batching.primitive_batchers[activation_grad_p] = _grad_batch
 def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: dict[int, Any]) -> Any:
     """Forward mode: the tangent of the first result. Linear in `tangents`.
 
-    Step by step from the residual, or that of the equations for an operation with a `Composite`.
+    Step by step from the residual, or that of the equations for an operation with a `Composite` or a general step.
 
     Args:
       op: the fused operation.
@@ -166,7 +166,7 @@ def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: 
       saved: what `kept` gave.
       tangents: input slot -> tangent; a missing slot has none.
     """
-    if op.semantic.composite is not None:
+    if op.semantic.composite is not None or op.is_general:
         return _tangent_of_equations(op, inputs, tangents)
     residual = saved[0] if saved else None
     slots: dict[int, Any] = dict(tangents)
@@ -207,6 +207,8 @@ def cotangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any,
     if op.semantic.composite is not None:
         n = len(op.results)
         return op.semantic.composite.cotangent(op, inputs, saved[:n], saved[n:], ct, wanted)
+    if op.is_general:
+        return _cotangent_of_equations(op, inputs, ct, wanted)
     residual = saved[0] if saved else None
     n, needed = len(op.in_avals), _depends_on(op, wanted)
     cts: dict[int, Any] = {op.results[0]: ct}
@@ -217,6 +219,14 @@ def cotangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any,
         for slot, term in _step_cotangents(op, step, inputs, residual, out, needed):
             cts[slot] = term if slot not in cts else cts[slot] + term
     return [cts[i] if i in cts else _zeros(op.in_avals[i]) for i in wanted]
+
+
+def _cotangent_of_equations(op: FusedOp, inputs: Sequence[Any], ct: Any, wanted: Sequence[int]) -> list[Any]:
+    def f(*xs: Any) -> Any:
+        given = dict(zip(wanted, xs, strict=True))
+        return op.reference(*[given.get(i, x) for i, x in enumerate(inputs)])[0]
+
+    return list(jax.vjp(f, *(inputs[i] for i in wanted))[1](ct))
 
 
 def _step_cotangents(

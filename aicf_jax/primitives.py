@@ -132,7 +132,7 @@ batching.primitive_batchers[fused_p] = _batch
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
     open_ = is_left_to_xla(op)
     by_equations = len(op.results) != 1 or residual or any(step.role in ("gradient", "opaque") for step in op.steps)
-    if by_equations or (open_ and op.semantic.composite is not None):
+    if by_equations or (open_ and (op.semantic.composite is not None or op.is_general)):
         # Second order through a residual, an operation of a backward, or one that nothing is gained for.
         f = _function(op, residual, None)
         return jax.jvp(f, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))

@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aicf_jax.errors import VerificationError
+from aicf_jax.errors import Comparison, VerificationError
 
 #: Allows for cancellation: the sum of magnitudes may exceed the largest result by about this much.
 _CANCELLATION = 16.0
 
 _lock = threading.Lock()
-_failures: list[str] = []
+#: What callbacks of the running program have seen. They run on threads of the runtime, so it belongs to the process.
+_seen: list[Comparison] = []
+_collecting = 0
 
 
 def unit_roundoff(dtype: Any) -> float:
@@ -38,6 +40,11 @@ def bound(dtype: Any, length: int) -> float:
     """
     accumulator = jnp.promote_types(dtype, jnp.float32)
     return _CANCELLATION * (2 * length * unit_roundoff(accumulator) + unit_roundoff(dtype))
+
+
+def bound_of(op: Any) -> float:
+    """`bound` of an operation: that of its least precise result."""
+    return max(bound(a.dtype, reduction_length(op)) for a in op.out_avals)
 
 
 def reduction_length(op: Any) -> int:
@@ -68,23 +75,24 @@ def difference(got: Any, want: Any) -> float:
     return 0.0 if worst == 0 else worst / scale if scale else math.inf
 
 
-def check(what: str, site: str, limit: float, got: Sequence[Any], want: Sequence[Any]) -> None:
-    """Raises VerificationError naming operation, largest error, bound and source line when results disagree."""
-    for k, (a, b) in enumerate(zip(got, want, strict=True)):
-        error = difference(a, b)
-        if error > limit:
-            message = f"{what}, result {k}: relative error {error:.3g} exceeds the bound {limit:.3g}, at {site}"
-            with _lock:
-                _failures.append(message)
-            raise VerificationError(message)
+def compare(op: str, what: str, site: str, limit: float, got: Sequence[Any], want: Sequence[Any]) -> Comparison:
+    """The largest difference of some results from what they should be."""
+    errors = [difference(a, b) for a, b in zip(got, want, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__, default=0)
+    return Comparison(op, what, worst, errors[worst] if errors else 0.0, limit, site)
 
 
 def watch(what: str, op: Any, got: Sequence[Any], want: Sequence[Any]) -> None:
-    """`check` at run time, from inside a compiled program."""
+    """Compares at run time, from inside a compiled program, and fails the run where results disagree."""
     limit = max(bound(a.dtype, reduction_length(op)) for a in want)
 
     def host(*values: Any) -> None:
-        check(what, op.site, limit, values[: len(got)], values[len(got) :])
+        found = compare(op.semantic.name, what, op.site, limit, values[: len(got)], values[len(got) :])
+        with _lock:
+            _seen.append(found)
+            quiet = _collecting > 0
+        if not (found.agrees or quiet):
+            raise VerificationError(found)
 
     jax.debug.callback(host, *got, *want)
 
@@ -93,24 +101,53 @@ def compared(plan: Any, values: Sequence[Any]) -> list[Any]:
     """The plan's results after comparing them with the unfused program's.
 
     Raises:
-      VerificationError: an operation, or the program as a whole, disagrees.
+      VerificationError: an operation, or the program as a whole, disagrees; the operation comes first.
     """
     with _lock:
-        _failures.clear()
+        _seen.clear()
     try:
         out = plan.compiled(*values)
         jax.block_until_ready(out)
         jax.effects_barrier()
     except Exception as error:
-        with _lock:
-            failures = list(_failures)
-        if failures:
-            raise VerificationError(failures[0]) from error
+        wrong = next((c for c in _taken() if not c.agrees), None)
+        if wrong is not None:
+            raise VerificationError(wrong) from error
         raise
-    if plan.rewritten is not None:
-        length = max((reduction_length(f.op) for f in plan.rewritten.fusions), default=1)
-        for k, (a, b) in enumerate(zip(out, plan.reference(*values), strict=True)):
-            if not jnp.issubdtype(a.dtype, jax.dtypes.extended):
-                ops = ", ".join(sorted({f.op.semantic.name for f in plan.rewritten.fusions})) or "no fused operation"
-                check(f"the program ({ops})", f"result {k}", bound(a.dtype, length), [a], [b])
+    whole = _whole(plan, out, values)
+    if not whole.agrees:
+        raise VerificationError(whole)
     return out
+
+
+def measured(plan: Any, values: Sequence[Any]) -> tuple[Comparison, ...]:
+    """Every comparison of one run, of operations first and of the program last; nothing is raised for a difference."""
+    global _collecting
+    with _lock:
+        _seen.clear()
+        _collecting += 1
+    try:
+        out = plan.compiled(*values)
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+    finally:
+        with _lock:
+            _collecting -= 1
+    return (*_taken(), _whole(plan, out, values))
+
+
+def _taken() -> list[Comparison]:
+    with _lock:
+        return list(_seen)
+
+
+def _whole(plan: Any, out: Sequence[Any], values: Sequence[Any]) -> Comparison:
+    """The program's results against the unfused program's."""
+    fusions = plan.rewritten.fusions if plan.rewritten is not None else ()
+    ops = ", ".join(sorted({f.op.semantic.name for f in fusions})) or "no fused operation"
+    length = max((reduction_length(f.op) for f in fusions), default=1)
+    found = [Comparison("program", f"the program ({ops})", 0, 0.0, bound(jnp.float32, length), "all of it")]
+    for k, (a, b) in enumerate(zip(out, plan.reference(*values), strict=True) if fusions else ()):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            found.append(Comparison("program", found[0].what, k, difference(a, b), bound(a.dtype, length), "all of it"))
+    return max(found, key=lambda c: (not c.agrees, c.error))

@@ -103,7 +103,8 @@ class Step:
 
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
-        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations).
+        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations),
+        ``"general"`` (none of these: the whole operation is differentiated through its equations).
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the results: the user's own equations. Only an opaque step has more than one.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
@@ -177,13 +178,18 @@ class FusedOp:
         The result itself where the activation's derivative is a function of it (nothing further is kept alive), else
         the activation's input.
         """
-        if self.semantic.composite is not None:
+        if self.semantic.composite is not None or self.is_general:
             return None
         n = len(self.in_avals)
         for k, step in enumerate(self.steps):
             if step.role == "pointwise":
                 return n + k if step.from_output else step.operands[0]
         return None
+
+    @property
+    def is_general(self) -> bool:
+        """Whether a step is neither product nor linear map nor activation, so that steps cannot be taken one by one."""
+        return any(step.role == "general" for step in self.steps)
 
     def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
         """All slots: the inputs, then the results of each step. These are the user's own equations."""
