@@ -175,7 +175,7 @@ def _tangent_transpose(ct: Any, *args: Any, op: FusedOp, present: tuple[bool, ..
     values = backward_program(op, tuple(wanted))(inputs, saved, ct)
     if op.context.policy.verify:
         expected = jax.vjp(lambda *xs: op.reference(*xs)[0], *inputs)[1](ct)
-        verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])
+        verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted], backward=True)
     found = dict(zip(wanted, values, strict=True))
     return [*fixed, *(found.get(i) for i in where)]
 

@@ -2,8 +2,9 @@
 
 An operation of class ``reassociated`` sums the same products in another order. Two orders of a sum of n terms differ
 by at most ``2 n u sum|terms|``, with u the unit roundoff of the accumulator, plus a rounding of each result to its
-own dtype; the sums of absolute values are bounded by the largest entry of the result only up to cancellation, so the
-check is against the largest magnitude of the reference with a factor for it.
+own dtype; sums one after the other add up their lengths. The sums of absolute values are bounded by the largest entry
+of the result only up to cancellation, so the check is against the largest magnitude of the reference with a factor for
+it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aicf_jax import _compat
 from aicf_jax.errors import Comparison, VerificationError
 
 #: Allows for cancellation: the sum of magnitudes may exceed the largest result by about this much.
@@ -44,11 +46,44 @@ def bound(dtype: Any, length: int) -> float:
 
 def bound_of(op: Any) -> float:
     """`bound` of an operation: that of its least precise result."""
-    return max(bound(a.dtype, reduction_length(op)) for a in op.out_avals)
+    return max(bound(a.dtype, summed(op)) for a in op.out_avals)
+
+
+def summed(op: Any, backward: bool = False) -> int:
+    """Terms of all sums of an operation, one after the other: what its products contract, what its reductions reduce.
+
+    `backward`: and those of its derivative, where what was free is contracted and what was broadcast is summed.
+    """
+    return max(1, sum(_terms(step.body, backward) for step in op.steps))
+
+
+def _terms(jaxpr: Any, backward: bool) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                opened = _compat.open_jaxpr(part)
+                total += _terms(opened[0], backward) if opened is not None else 0
+        sizes, results = ([math.prod(getattr(v.aval, "shape", ())) for v in vs] for vs in (eqn.invars, eqn.outvars))
+        out = results[0] if results else 0
+        name = eqn.primitive.name
+        if name == "dot_general":
+            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"][0][0])
+            # Of [M, K] x [K, N] -> [M, N]: K terms each, and M and N in the two products of its derivative.
+            total += contracted + (sum(out * contracted // max(1, n) for n in sizes) if backward else 0)
+        elif name == "conv_general_dilated":
+            total += sizes[1] + (out if backward else 0)
+        elif name in ("reduce_sum", "reduce_prod"):
+            total += sizes[0] // max(1, out)
+        elif name == "cumsum":
+            total += eqn.invars[0].aval.shape[eqn.params["axis"]]
+        elif name == "broadcast_in_dim" and backward:
+            total += out // max(1, sizes[0])
+    return total
 
 
 def reduction_length(op: Any) -> int:
-    """Terms in the longest sum of an operation and its backward: contraction, rows and columns of its product."""
+    """More terms than any sum of an operation and its backward can have: the elements of its largest array."""
     sizes = [math.prod(a.shape) for a in (*op.in_avals, *op.out_avals)]
     return max(1, *sizes)
 
@@ -82,9 +117,9 @@ def compare(op: str, what: str, site: str, limit: float, got: Sequence[Any], wan
     return Comparison(op, what, worst, errors[worst] if errors else 0.0, limit, site)
 
 
-def watch(what: str, op: Any, got: Sequence[Any], want: Sequence[Any]) -> None:
+def watch(what: str, op: Any, got: Sequence[Any], want: Sequence[Any], backward: bool = False) -> None:
     """Compares at run time, from inside a compiled program, and fails the run where results disagree."""
-    limit = max(bound(a.dtype, reduction_length(op)) for a in want)
+    limit = max(bound(a.dtype, summed(op, backward)) for a in want)
 
     def host(*values: Any) -> None:
         found = compare(op.semantic.name, what, op.site, limit, values[: len(got)], values[len(got) :])

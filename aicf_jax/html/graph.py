@@ -32,16 +32,16 @@ def _pair(outline: Outline) -> Markup:
         notes.append("Neighbouring operations that stay as written are drawn as one box.")
     if drawing.left_out:
         notes.append(left)
-    pictures = [
-        _figure("before", outline, drawing, len(outline.before)),
-        _figure("after", outline, drawing, len(outline.after)),
-    ]
+    if all(o.fusion is None for o in outline.after):
+        notes.insert(0, "Nothing in it was fused.")
+        return tag("section", head, _figure("as written", outline, drawing), tag("p", " ".join(notes), class_="note"))
+    pictures = [_figure("before", outline, drawing), _figure("after", outline, drawing)]
     note = tag("p", " ".join(notes), class_="note")
     return tag("section", head, tag("div", *pictures, class_="pair-of-graphs"), note)
 
 
-def _figure(which: str, outline: Outline, drawing: Drawing, operations: int) -> Markup:
-    told = f"{which}: {plural(operations, 'operation')}"
+def _figure(which: str, outline: Outline, drawing: Drawing) -> Markup:
+    told = f"{which}: {plural(len(outline.after if which == 'after' else outline.before), 'operation')}"
     inside = [_inside(outline.before, b) if which == "before" else None for b in drawing.boxes]
     fused = [b.label for b in drawing.boxes if b.fusion is not None]
     label = f"Graph of {outline.name} {told}" + (f", fused: {', '.join(fused)}." if fused else ", nothing fused.")
@@ -49,28 +49,31 @@ def _figure(which: str, outline: Outline, drawing: Drawing, operations: int) -> 
     box = tag(
         "div", svg, class_="scroll graph", role="region", aria_label=f"graph of {outline.name} {which}", tabindex=0
     )
-    return tag("figure", tag("figcaption", told.capitalize()), box)
+    kind = "one-graph" if which == "as written" else None
+    return tag("figure", tag("figcaption", told.capitalize()), box, class_=kind)
 
 
 class _Inside:
     """The members of a fused region, laid out on their own."""
 
-    def __init__(self, operations: Sequence[Operation], members: Sequence[int]):
+    def __init__(self, name: str, operations: Sequence[Operation], members: Sequence[int]):
         self.members = tuple(members)
         place = {m: k for k, m in enumerate(members)}
         self.operations = [operations[m] for m in members]
         edges = [(place[j], k) for k, o in enumerate(self.operations) for j in o.inputs if j in place]
         self.layout = layout([_size(o.name, o.result) for o in self.operations], edges)
-        self.size = (self.layout.width + 2 * _PAD, self.layout.height + 2 * _PAD + _HEAD)
+        inner = max(self.layout.width, 7.6 * len(_cut(name)))
+        self.indent = _PAD + (inner - self.layout.width) / 2
+        self.size = (inner + 2 * _PAD, self.layout.height + 2 * _PAD + _HEAD)
 
     def centre(self, k: int, centre: tuple[float, float]) -> tuple[float, float]:
         """Where a member is, for a region with this centre."""
         (x, y), (width, height) = self.layout.centres[k], self.size
-        return centre[0] - width / 2 + _PAD + x, centre[1] - height / 2 + _PAD + _HEAD + y
+        return centre[0] - width / 2 + self.indent + x, centre[1] - height / 2 + _PAD + _HEAD + y
 
 
 def _inside(operations: Sequence[Operation], box: Box) -> _Inside | None:
-    return _Inside(operations, box.before) if len(box.before) > 1 else None
+    return _Inside(_number(box) + box.label, operations, box.before) if len(box.before) > 1 else None
 
 
 def _svg(drawing: Drawing, inside: Sequence[_Inside | None], before: Sequence[Operation], label: str) -> Markup:

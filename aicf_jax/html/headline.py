@@ -52,6 +52,7 @@ def _note(report: Report) -> Markup:
     if xla:
         parts.append(f"{plural(xla, 'fusion is', 'fusions are')} left to XLA: the equations run as written.")
     if report.peak_bytes_before:
-        peak = f"{bytes_text(report.peak_bytes_before)} before, {bytes_text(report.peak_bytes_after)} after"
+        before, after = bytes_text(report.peak_bytes_before), bytes_text(report.peak_bytes_after)
+        peak = f"{before} before, {after} after" if before != after else f"{before} before and after"
         parts.append(f"Largest sum of values alive at a time: {peak}.")
     return tag("p", " ".join(parts), class_="note")

@@ -35,18 +35,14 @@ def join(*children: Any) -> Markup:
     return Markup("".join(c if isinstance(c, Markup) else html.escape(str(c)) for c in children if c is not None))
 
 
-def breakable(text: str) -> Markup:
-    """Long names and paths: a line may break after each slash, dot or underscore."""
-    out = []
-    for c in text:
-        out.append(html.escape(c))
-        if c in "/._,":
-            out.append("<wbr>")
-    return Markup("".join(out))
+def place(site: str) -> Markup:
+    """A source line, short; all of it is its tooltip. It may break after a slash and before the function's name."""
+    parts = html.escape(short_site(site)).replace("/", "/<wbr>").replace(" (", " <wbr>(")
+    return tag("span", Markup(parts), title=site, class_="site")
 
 
 def short_site(site: str) -> str:
-    """The last folder, file and line of a source line; all of it is shown where there is room."""
+    """The last folder, the file, the line and the function of a source line."""
     path, dot, rest = site.partition(".py:")
     folders = path.replace("\\", "/").split("/")
     return "/".join(folders[-2:]) + dot + rest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import mcir
 from aicf_jax.html import lifetime
-from aicf_jax.html.markup import Markup, bytes_text, join, plural, short_site, tag
+from aicf_jax.html.markup import Markup, bytes_text, join, short_site, tag
 from mcir.traffic import Bytes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def programs(report: Report) -> Markup | None:
 
 
 def _section(text: str, names: list[str]) -> Markup:
-    head = names[0] if len(names) == 1 else f"{names[0]} and {plural(len(names) - 1, 'more')}"
+    head = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
     shown = tag("pre", coloured(text), class_="code", tabindex=0, aria_label=f"program of {names[0]}")
     try:
         program = mcir.parse(text)
@@ -43,12 +43,23 @@ def _section(text: str, names: list[str]) -> Markup:
 
 
 def coloured(text: str) -> Markup:
-    """A program with an element around each word that has a meaning of its own."""
-    out, at = [], 0
-    for found in _TOKEN.finditer(text):
-        out += [text[at : found.start()], tag("span", found.group(), class_=f"t-{found.lastgroup}")]
+    """A program with an element around each word that has a meaning; its statements have the numbers of the chart."""
+    lines, number = [], 0
+    for line in text.splitlines():
+        number += line.startswith(" ")
+        shown = number if line.startswith(" ") else ""
+        # Drawn by the style sheet, so that copying the text leaves the numbers out.
+        lines.append(tag("span", *_words(line), "\n", class_="line", data_n=shown))
+    return join(*lines)
+
+
+def _words(line: str) -> list[Markup | str]:
+    out: list[Markup | str] = []
+    at = 0
+    for found in _TOKEN.finditer(line):
+        out += [line[at : found.start()], tag("span", found.group(), class_=f"t-{found.lastgroup}")]
         at = found.end()
-    return join(*out, text[at:])
+    return [*out, line[at:]]
 
 
 def _traffic(program: mcir.Program) -> Markup:
@@ -58,7 +69,11 @@ def _traffic(program: mcir.Program) -> Markup:
     role = {b.name: b.role for b in program.buffers}
     rows = [_row(f"{role[name]} {name}", b, most) for name, b in found.buffers]
     rows.append(_row("all", found.dram, 0))
-    head = [tag("th", h, scope="col") for h in ("buffer", "read", "written", "")]
+    head = [
+        tag("th", "buffer", scope="col"),
+        *(tag("th", h, scope="col", class_="number") for h in ("read", "written")),
+        tag("th", "in all", scope="col"),
+    ]
     table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows), class_="traffic")
     least = f"No program of this computation moves fewer than {bytes_text(found.compulsory.total)}."
     work = f"{_count(found.flops)} operations, {found.intensity:.3g} a byte."
