@@ -162,7 +162,8 @@ def backward_text(backward: Backward) -> str:
             names.setdefault(v, "dZ" if j == dz else f"t{k}")
         inputs = ", ".join(names.get(same.get(v, v)) or str(graph.literal(v)) for v in node.inputs)
         outputs = ", ".join(names[v] for v in node.outputs)
-        what = f"{node.op}[{node.payload.blob['activation']}]" if node.payload is not None else node.op
+        activation = node.payload.blob.unpack().get("activation") if node.payload is not None else None
+        what = f"{node.op}[{activation}]" if activation is not None else node.op
         kernel = f"   kernel {_kernel_names(node.payload)}" if node.payload is not None else ""
         lines.append(f"{outputs} = {what}({inputs}): {type_text(graph.values[node.outputs[0]].aval)}{kernel}")
     lines.append("return " + ", ".join(wanted))

@@ -115,7 +115,10 @@ def _role(graph: Graph, node: Node) -> str:
         return "normalize"
     if node.flags & OpFlags.IS_ACTIVATION_GRAD:
         return "gradient"
-    return "linear" if _is_linear(graph, node) else "general"
+    if _is_linear(graph, node):
+        return "linear"
+    # A function of one operand has the derivative of its equations, element by element or not.
+    return "pointwise" if sum(graph.values[v].kind != "literal" for v in node.inputs) == 1 else "general"
 
 
 def _is_linear(graph: Graph, node: Node) -> bool:

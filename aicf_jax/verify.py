@@ -66,6 +66,7 @@ def _terms(jaxpr: Any, backward: bool) -> int:
                 total += _terms(opened[0], backward) if opened is not None else 0
         sizes, results = ([math.prod(getattr(v.aval, "shape", ())) for v in vs] for vs in (eqn.invars, eqn.outvars))
         out = results[0] if results else 0
+        variables = [n for v, n in zip(eqn.invars, sizes, strict=True) if not isinstance(v, _compat.Literal)]
         name = eqn.primitive.name
         if name == "dot_general":
             contracted = math.prod(eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"][0][0])
@@ -77,8 +78,9 @@ def _terms(jaxpr: Any, backward: bool) -> int:
             total += sizes[0] // max(1, out)
         elif name == "cumsum":
             total += eqn.invars[0].aval.shape[eqn.params["axis"]]
-        elif name == "broadcast_in_dim" and backward:
-            total += out // max(1, sizes[0])
+        elif backward:
+            # What an operand was stretched to is summed back to it.
+            total += max((out // n for n in variables if 0 < n < out), default=0)
     return total
 
 

@@ -103,8 +103,8 @@ class Step:
 
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
-        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations),
-        ``"general"`` (none of these: the whole operation is differentiated through its equations).
+        operands), ``"pointwise"`` (a function of its one operand), ``"opaque"`` (by its equations), ``"general"`` (none
+        of these).
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the results: the user's own equations. Only an opaque step has more than one.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
@@ -188,8 +188,16 @@ class FusedOp:
 
     @property
     def is_general(self) -> bool:
-        """Whether a step is neither product nor linear map nor activation, so that steps cannot be taken one by one."""
-        return any(step.role == "general" for step in self.steps)
+        """Whether its steps cannot be differentiated one by one, so that the whole is, through its equations.
+
+        One by one takes products of inputs, linear maps, and one function whose derivative a single residual gives.
+        """
+        if self.semantic.composite is not None:
+            return False
+        roles = [step.role for step in self.steps]
+        inner = len(self.in_avals)
+        nested = any(s.role == "bilinear" and max(s.operands, default=0) >= inner for s in self.steps)
+        return nested or roles.count("pointwise") > 1 or bool({"general", "softmax", "normalize"} & set(roles))
 
     def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
         """All slots: the inputs, then the results of each step. These are the user's own equations."""

@@ -86,7 +86,7 @@ def test_a_policy(here, capsys):
         (["mymodel:layer", "--policy", "fuel=-1"], r"--policy: expected values that Policy takes, found Policy\(fuel"),
         (
             ["mymodel:layer", "--init", "mymodel:broken"],
-            r"--init: expected mymodel:broken\(\) .* RuntimeError: no data",
+            r"--init: expected mymodel:broken\(\) .*Error: no data",
         ),
         (["mymodel:layer", "--html", "."], r"--html: expected the name of a file, found the folder"),
     ],

@@ -62,8 +62,9 @@ class TestFuel:
         assert "activation=tanh" in only.attrs
 
     def test_a_rewrite_brings_its_whole_backward(self):
-        one = explained(1).fusions[0]
-        assert one.backward == explained(None).fusions[0].backward and "gemm_epilogue_grad" in one.backward
+        dense, args = (lambda x, w, b: jax.nn.relu(x @ w + b)), (X, WS[0], X[0])
+        one, whole = (explained(fuel, dense, *args).fusions[0] for fuel in (1, None))
+        assert one.backward == whole.backward and "gemm_epilogue_grad" in one.backward
 
     def test_derivatives_under_every_fuel(self):
         want = jax.grad(lambda x: chain(x, WS).sum())(X)
@@ -123,9 +124,7 @@ class TestBisect:
         assert str(found) == "the check passes with all 5 rewrites (1 run)"
 
     def test_a_check_that_fails_without_any_rewrite_is_not_about_fusing(self):
-        with pytest.raises(
-            FuseError, match="expected a check that passes with nothing fused, found: the check returned"
-        ):
+        with pytest.raises(FuseError, match="expected a check that passes with nothing fused, found: the check"):
             aicf_jax.bisect(chain, lambda fused: False, X, WS)
         with pytest.raises(FuseError, match="ZeroDivisionError") as caught:
             aicf_jax.bisect(lambda x: x, lambda fused: 1 / 0, X)
