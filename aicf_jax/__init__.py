@@ -1,12 +1,15 @@
 """Semantic fusion for JAX.
 
 `fuse` rewrites a function or flax model by what its operations mean and keeps it differentiable in every mode;
-`explain` says what was fused, what was not, and why. The six stages behind them are described in ``docs/design``.
+`explain` says what was fused, what was not, and why; `bisect` finds the rewrite that breaks a comparison. The six
+stages behind them are described in ``docs/design``.
 """
 
 from aicf_jax import ops
+from aicf_jax.bisect import Bisection, bisect
 from aicf_jax.cache import CacheInfo, cache_info, clear_caches
-from aicf_jax.errors import FuseError, GraphError, Refusal, VerificationError
+from aicf_jax.compare import compare
+from aicf_jax.errors import Comparison, FuseError, GraphError, Refusal, VerificationError
 from aicf_jax.explain import explain
 from aicf_jax.flags import OpFlags
 from aicf_jax.fuse import fuse
@@ -19,7 +22,9 @@ from aicf_jax.report import Fusion, Report
 __all__ = [
     "FUSION_PATTERNS",
     "KERNELS",
+    "Bisection",
     "CacheInfo",
+    "Comparison",
     "FuseError",
     "Fusion",
     "GraphError",
@@ -30,8 +35,10 @@ __all__ = [
     "Refusal",
     "Report",
     "VerificationError",
+    "bisect",
     "cache_info",
     "clear_caches",
+    "compare",
     "explain",
     "fuse",
     "ops",

@@ -160,7 +160,7 @@ batching.primitive_batchers[activation_grad_p] = _grad_batch
 def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: dict[int, Any]) -> list[Any]:
     """Forward mode: the tangent of each result. Linear in `tangents`.
 
-    Step by step from the residual, or that of the equations for an operation with a `Composite`.
+    Step by step from the residual, or that of the equations for an operation with a `Composite` or a general step.
 
     Args:
       op: the fused operation.
@@ -168,7 +168,7 @@ def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: 
       saved: what `kept` gave.
       tangents: input slot -> tangent; a missing slot has none.
     """
-    if op.semantic.composite is not None:
+    if op.semantic.composite is not None or op.is_general:
         return _tangent_of_equations(op, inputs, tangents)
     residual = saved[0] if saved else None
     slots: dict[int, Any] = dict(tangents)
@@ -216,6 +216,8 @@ def cotangent(
         known = dict(zip(where, saved, strict=False))
         results = [known.get(k) for k in range(len(op.results))]
         return composite.cotangent(op, inputs, results, saved[len(where) :], cts, wanted)
+    if op.is_general:
+        return _cotangent_of_equations(op, inputs, cts, wanted)
     residual = saved[0] if saved else None
     n, needed = len(op.in_avals), _depends_on(op, wanted)
     found: dict[int, Any] = {s: ct for s, ct in zip(op.results, cts, strict=True) if ct is not None}
@@ -226,6 +228,15 @@ def cotangent(
         for slot, term in _step_cotangents(op, step, inputs, residual, out, needed):
             found[slot] = term if slot not in found else found[slot] + term
     return [found[i] if i in found else _zeros(op.in_avals[i]) for i in wanted]
+
+
+def _cotangent_of_equations(op: FusedOp, inputs: Sequence[Any], cts: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    def f(*xs: Any) -> list[Any]:
+        given = dict(zip(wanted, xs, strict=True))
+        results = op.reference(*[given.get(i, x) for i, x in enumerate(inputs)])
+        return [y for y, ct in zip(results, cts, strict=True) if ct is not None]
+
+    return list(jax.vjp(f, *(inputs[i] for i in wanted))[1]([ct for ct in cts if ct is not None]))
 
 
 def _step_cotangents(

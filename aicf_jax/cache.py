@@ -167,9 +167,14 @@ def run(plan: Plan, values: Sequence[Any], context: Context) -> list[Any]:
     """
     from aicf_jax import verify
 
-    values = [jnp.asarray(v) if isinstance(v, (float, complex, np.ndarray, np.generic)) else v for v in values]
+    values = prepared(values)
     if context.policy.verify and _compat.at_top_level():
         return verify.compared(plan, values)
     if plan.in_parts or context.policy.numerics == "bitwise" or any(_compat.is_staged(v) for v in values):
         return plan.function(*values)
     return plan.compiled(*values)
+
+
+def prepared(values: Sequence[Any]) -> list[Any]:
+    """Arguments as a plan takes them: host numbers and arrays as arrays of jax."""
+    return [jnp.asarray(v) if isinstance(v, (float, complex, np.ndarray, np.generic)) else v for v in values]

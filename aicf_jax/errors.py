@@ -9,8 +9,57 @@ class FuseError(Exception):
     """`fuse` or `explain` could not do what was asked; the message names the argument and the remedy."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A fused operation, or the whole program, held against its unfused equations on values.
+
+    Attributes:
+      op: name of the operation, ``"program"`` for all of it.
+      what: the operation with its attributes, and what it ran as.
+      result: which result differs most.
+      error: largest difference, relative to the largest finite magnitude of the equations' result; infinite where
+        shapes, dtypes, or the places of NaN and infinities differ.
+      bound: what is accepted.
+      site: the user's source line.
+    """
+
+    op: str
+    what: str
+    result: int
+    error: float
+    bound: float
+    site: str
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is within the bound."""
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        verb = "is within" if self.agrees else "exceeds"
+        error = f"relative error {self.error:.3g} {verb} the bound {self.bound:.3g}"
+        return f"{self.what}, result {self.result}: {error}, at {self.site}"
+
+
 class VerificationError(FuseError):
-    """A fused operation and its unfused equations disagree beyond the bound (``Policy(verify=True)``)."""
+    """A fused operation and its unfused equations disagree beyond the bound (``Policy(verify=True)``).
+
+    Attributes:
+      comparison: what disagrees. `op`, `error`, `bound` and `site` are its own.
+    """
+
+    def __init__(self, comparison: Comparison):
+        super().__init__(str(comparison))
+        self.comparison = comparison
+        self.op, self.error, self.bound, self.site = (
+            comparison.op,
+            comparison.error,
+            comparison.bound,
+            comparison.site,
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[Comparison]]:
+        return type(self), (self.comparison,)
 
 
 class GraphError(FuseError):

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from aicf_jax.cache import build_plan
+from aicf_jax.cache import Plan, build_plan
 from aicf_jax.derived import Backward, backward_program
-from aicf_jax.engine import Context
+from aicf_jax.engine import Context, Fused
 from aicf_jax.fronts import state
 from aicf_jax.fronts.function import FusedFunction, trace_call
 from aicf_jax.fuse import is_linen, make_context
@@ -19,13 +19,15 @@ from aicf_jax.graph import Graph, build, schedule
 from aicf_jax.kernels import KERNELS, XLA, Kernel
 from aicf_jax.normalize import normalize
 from aicf_jax.ops import FusedOp
+from aicf_jax.outline import outlines
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.plan import linearize
-from aicf_jax.policy import TARGETS, Policy
+from aicf_jax.policy import NUMERICS, TARGETS, Policy
 from aicf_jax.printer import type_text
 from aicf_jax.report import Fusion, Report
 from aicf_jax.select import cost_of, is_left_to_xla, kernel_for
+from aicf_jax.verify import bound_of
 
 
 def explain(
@@ -53,23 +55,28 @@ def explain(
       TypeError: `target` is not callable.
       Whatever tracing the call raises.
     """
-    function, name, own = _entry(target)
+    function, name, own = entry(target)
     context = make_context(
         policy if policy is not None else own.policy if own else Policy(),
         patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS,
         kernels if kernels is not None else own.kernels if own else KERNELS,
     )
     traced = trace_call(function, args, kwargs)
-    plan = build_plan(traced.jaxpr, context)
-    before = linearize(build(traced.jaxpr), {}).peak_bytes()
+    return report_of(build_plan(traced.jaxpr, context), name, context)
+
+
+def report_of(plan: Plan, name: str, context: Context) -> Report:
+    """What a plan does, under this name."""
+    before = linearize(build(plan.unfused), {}).peak_bytes()
     if plan.rewritten is None:
         return Report(name, (), (), str(plan.jaxpr), before, before, plan.failure)
     done = plan.rewritten
-    fusions = tuple(_fusion(fused.op, context) for fused in done.fusions)
-    return Report(name, fusions, done.refusals, str(plan.jaxpr), before, done.plan.peak_bytes())
+    fusions = tuple(_fusion(fused, context) for fused in done.fusions)
+    after = done.plan.peak_bytes()
+    return Report(name, fusions, done.refusals, str(plan.jaxpr), before, after, outlines=outlines(done))
 
 
-def _entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
+def entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
     """The function to trace, its name, and the context of a target that is fused already."""
     if isinstance(target, FusedFunction):
         return target.__wrapped__, getattr(target, "__name__", "function"), target.context
@@ -89,7 +96,8 @@ def _entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
     return target, getattr(target, "__name__", type(target).__name__), None
 
 
-def _fusion(op: FusedOp, context: Context) -> Fusion:
+def _fusion(fused: Fused, context: Context) -> Fusion:
+    op = fused.op
     cost = cost_of(op)
     platform = _platform(context.policy)
     wanted = tuple(i for i, a in enumerate(op.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact))
@@ -99,7 +107,7 @@ def _fusion(op: FusedOp, context: Context) -> Fusion:
         pattern=op.pattern,
         kernel=dict(op.choices).get(platform, XLA),
         kernels=op.choices,
-        numerics=op.semantic.numerics,
+        numerics=_numerics(op, platform),
         site=op.site,
         attrs=str(op.blob),
         result=type_text(op.out_avals[0]),
@@ -110,7 +118,16 @@ def _fusion(op: FusedOp, context: Context) -> Fusion:
         backward=backward_text(backward),
         program=program_text(op, platform),
         backward_program=program_text(backward.op, platform) if backward.op is not None else "",
+        rewrite=fused.rewrite,
+        bound=bound_of(op),
     )
+
+
+def _numerics(op: FusedOp, platform: str) -> str:
+    """The class of the rewrite, or that of the kernel it runs as where that is looser."""
+    kernel = kernel_for(op, platform)
+    found = (op.semantic.numerics, kernel.numerics if kernel is not None else op.semantic.numerics)
+    return max(found, key=NUMERICS.index)
 
 
 def program_text(op: FusedOp, platform: str) -> str:
@@ -152,7 +169,8 @@ def _equation_lines(graph: Graph, inputs: Sequence[str], wanted: Sequence[str]) 
             names.setdefault(v, "dZ" if j == dz else f"t{k}")
         inputs = ", ".join(names.get(same.get(v, v)) or str(graph.literal(v)) for v in node.inputs)
         outputs = ", ".join(names[v] for v in node.outputs)
-        what = f"{node.op}[{node.payload.blob['activation']}]" if node.payload is not None else node.op
+        activation = node.payload.blob.unpack().get("activation") if node.payload is not None else None
+        what = f"{node.op}[{activation}]" if activation is not None else node.op
         kernel = f"   kernel {_kernel_names(node.payload)}" if node.payload is not None else ""
         lines.append(f"{outputs} = {what}({inputs}): {type_text(graph.values[node.outputs[0]].aval)}{kernel}")
     return lines

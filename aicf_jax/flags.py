@@ -1,7 +1,8 @@
 """64-bit fingerprints: what an operation is, and what the graph around it allows.
 
 Every node of a `Graph` carries one `OpFlags` value; a graph keeps them in one ``numpy.uint64`` array. Bits 0-39 are
-*static* (a function of the primitive and its parameters), bits 40-47 are *derived* (a function of the neighbours).
+*static* (a function of the primitive and its parameters), bits 40-47 are *derived* (a function of the neighbours), and
+bits 48-55 are tags that the normalization rules of users may give to canonical nodes of their own (`Pattern.rules`).
 Matching is `has`: two AND operations and two comparisons per test, whatever the pattern. A primitive without a row in
 `PRIMITIVE_FLAGS` is opaque: it is executed as written and never fused.
 """
@@ -64,6 +65,15 @@ class OpFlags(enum.IntFlag):
     DTYPE_BF16 = 1 << 44
     DTYPE_F16 = 1 << 45
     LAYOUT_CONTIG = 1 << 46
+    # -- tags of users: nothing in the package sets or tests them ------------------------------------------
+    USER_0 = 1 << 48
+    USER_1 = 1 << 49
+    USER_2 = 1 << 50
+    USER_3 = 1 << 51
+    USER_4 = 1 << 52
+    USER_5 = 1 << 53
+    USER_6 = 1 << 54
+    USER_7 = 1 << 55
 
 
 STATIC_MASK = OpFlags((1 << 40) - 1)

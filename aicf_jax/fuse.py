@@ -10,6 +10,7 @@ from aicf_jax.engine import Context
 from aicf_jax.fronts import state
 from aicf_jax.fronts.function import FusedFunction
 from aicf_jax.kernels import KERNELS, Kernel
+from aicf_jax.normalize import with_rules
 from aicf_jax.ops import OPS
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
@@ -77,6 +78,12 @@ def make_context(policy: Policy, patterns: Sequence[Pattern], kernels: Sequence[
         twice = [n for n in names if names.count(n) > 1]
         if twice:
             raise ValueError(f"fuse({name}=...): expected distinct names, found {twice[0]!r} twice")
+    try:
+        with_rules(rule for pattern in patterns for rule in pattern.rules)
+    except ValueError as error:
+        raise ValueError(
+            f"fuse(patterns=...): expected normalization rules of distinct names, found {error}"
+        ) from error
     known = {*OPS, *(p.rewrite.name for p in patterns)}
     for kernel in kernels:
         if kernel.op not in known:

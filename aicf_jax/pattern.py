@@ -141,6 +141,8 @@ class Pattern:
       sequence: tests; one must be ``"one"``, those before it are ``"opt"``. The first node of a chain is its anchor.
       rewrite: the `SemanticOp` that takes the nodes' place.
       near_misses: sequences to refuse by name.
+      rules: normalization rules of its own (`normalize.Rule`), which see canonical nodes that the package does not
+        know. They run with the package's, in the order of all their `order`.
 
     A chain with a near miss is left exactly as written: shorter patterns with the same `rewrite` do not get it either.
     """
@@ -149,12 +151,17 @@ class Pattern:
     sequence: tuple[Test, ...]
     rewrite: Any
     near_misses: tuple[NearMiss, ...] = ()
+    rules: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.sequence, Test):
             raise TypeError(f"Pattern({self.name!r}, sequence=...): expected a sequence of tests, found a single one")
         object.__setattr__(self, "sequence", tuple(self.sequence))
         object.__setattr__(self, "near_misses", tuple(self.near_misses))
+        object.__setattr__(self, "rules", tuple(self.rules))
+        wrong = [r for r in self.rules if not callable(getattr(r, "apply", None))]
+        if wrong:
+            raise TypeError(f"Pattern({self.name!r}, rules=...): expected Rule objects, found {wrong[0]!r}")
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"Pattern(name=...): expected a non-empty string, found {self.name!r}")
         bad = [t for t in self.sequence if not isinstance(t, Test)]

@@ -46,6 +46,9 @@ class Policy:
         logged once); ``"raise"`` raises `FuseError` instead. A function that cannot be traced at all, because its
         Python needs the values of arrays, raises jax's own error then.
       ad: ``"complete"``: forward mode, reverse mode and any mixture of them, of any order.
+      fuel: only the first so many rewrites of a program are made, in the order `Fusion.rewrite` counts; the others are
+        refused with code ``fuel``. A rewrite brings its derived backward with it. None: all. `aicf_jax.bisect` searches
+        over it.
 
     Raises:
       ValueError: naming the attribute, what was expected and what was found.
@@ -57,6 +60,7 @@ class Policy:
     verify: bool = False
     on_failure: str = "fallback"
     ad: str = "complete"
+    fuel: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -67,6 +71,8 @@ class Policy:
             found = getattr(self, name)
             if not isinstance(found, bool):
                 raise ValueError(f"Policy({name}=...): expected True or False, found {found!r}")
+        if self.fuel is not None and (type(self.fuel) is not int or self.fuel < 0):
+            raise ValueError(f"Policy(fuel=...): expected None or a number of rewrites, found {self.fuel!r}")
 
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""

@@ -134,7 +134,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
     open_ = is_left_to_xla(op)
     composite = op.semantic.composite is not None
     by_equations = residual or any(step.role in ("gradient", "opaque") for step in op.steps)
-    if by_equations or (len(op.results) != 1 and not composite) or (open_ and composite):
+    if by_equations or (len(op.results) != 1 and not composite) or (open_ and (composite or op.is_general)):
         # Second order through a residual, an operation of a backward, or one that nothing is gained for.
         return _jvp_of_equations(_function(op, residual, None), primals, tangents)
     if open_:
@@ -192,7 +192,7 @@ def _tangent_transpose(cts: Sequence[Any], *args: Any, op: FusedOp, present: tup
     )
     if op.context.policy.verify:
         expected = jax.vjp(op.reference, *inputs)[1](tuple(map(ad.instantiate_zeros, cts)))
-        verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted])
+        verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted], backward=True)
     found = dict(zip(wanted, values, strict=True))
     return [*fixed, *(found.get(i) for i in where)]
 

@@ -1,13 +1,14 @@
-"""`Report`: what `explain` found, as values, text, JSON and a page."""
+"""`Report`: what `explain` found, as values, text, JSON, a page and plots."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from typing import Any
 
-from aicf_jax.errors import Refusal
+from aicf_jax import html, plots
+from aicf_jax.errors import Comparison, Refusal
+from aicf_jax.outline import Outline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Fusion:
       backward: the derived composite backward as text.
       program, backward_program: the memory flow programs (`mcir`) of the kernels that operation and backward run as,
         empty where they are left to XLA.
+      rewrite: its number in the order in which rewrites are made, from 1 (``Policy(fuel=n)`` makes the first n); None
+        for what an inner `fuse` has made. An inner program that is called from several places is rewritten once.
+      bound: largest difference from its equations, relative to the largest magnitude of the result, that
+        ``Policy(verify=True)`` accepts.
+      error: the largest such difference that `aicf_jax.compare` has measured; None where nothing was measured, because
+        nothing was run or because the operation runs as its own equations.
     """
 
     op: str
@@ -46,6 +53,9 @@ class Fusion:
     backward: str
     program: str = ""
     backward_program: str = ""
+    rewrite: int | None = None
+    bound: float = 0.0
+    error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +68,8 @@ class Report:
       program: the rewritten program as text.
       peak_bytes_before, peak_bytes_after: largest sum of bytes alive, by the lifetimes of the execution plans.
       failure: why the program runs unfused as a whole, None when it does not.
+      outlines: the program, and those inside it that hold fusions, as `to_html` draws them.
+      comparisons: what `aicf_jax.compare` has measured, of operations first and of the program last.
     """
 
     target: str
@@ -67,15 +79,37 @@ class Report:
     peak_bytes_before: int
     peak_bytes_after: int
     failure: str | None = None
+    outlines: tuple[Outline, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     def count(self, op: str) -> int:
         """Number of fused operations of this name."""
         return sum(f.op == op for f in self.fusions)
 
+    @property
+    def bytes_before(self) -> int:
+        """Sum over the fusions."""
+        return sum(f.bytes_before for f in self.fusions)
+
+    @property
+    def bytes_after(self) -> int:
+        """Sum over the fusions."""
+        return sum(f.bytes_after for f in self.fusions)
+
+    @property
+    def launches_before(self) -> int:
+        """Sum over the fusions."""
+        return sum(f.launches_before for f in self.fusions)
+
+    @property
+    def launches_after(self) -> int:
+        """Sum over the fusions."""
+        return sum(f.launches_after for f in self.fusions)
+
     def to_json(self) -> str:
-        """Everything but the program text as a JSON object."""
-        data = dataclasses.asdict(self)
-        del data["program"]
+        """Everything but the program text and its outlines as a JSON object."""
+        data = dataclasses.asdict(dataclasses.replace(self, outlines=()))
+        del data["program"], data["outlines"]
         data["fusions"] = [{**f, "kernels": dict(f["kernels"])} for f in data["fusions"]]
         return json.dumps(data, indent=2)
 
@@ -88,25 +122,24 @@ class Report:
             lines += ["", *_fusion_lines(f)]
         for r in self.refusals:
             lines += ["", *_refusal_lines(r)]
+        lines += ["", *(f"compared {c}" for c in self.comparisons)] if self.comparisons else []
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """One self-contained page: a table of fusions and one of refusals. Needs no network."""
-        fused = [
-            [
-                f.op,
-                f.attrs,
-                f.kernel,
-                _arrow(f.bytes_before, f.bytes_after),
-                _arrow(f.launches_before, f.launches_after),
-            ]
-            + [f.site, f.backward]
-            for f in self.fusions
-        ]
-        refused = [[r.pattern, r.code, r.stage, r.expected, r.found, r.site] for r in self.refusals]
-        tables = _table("Fused", ["operation", "attributes", "kernel", "bytes", "launches", "site", "backward"], fused)
-        tables += _table("Refused", ["pattern", "code", "stage", "expected", "found", "site"], refused)
-        return _PAGE.format(title=html.escape(self.target), tables=tables)
+        """One self-contained page that needs no network: what was fused and refused, drawings, programs, lifetimes."""
+        return html.page(self)
+
+    def _repr_html_(self) -> str:
+        """The page's content, for notebooks."""
+        return html.fragment(self)
+
+    def plot(self) -> Any:
+        """A matplotlib ``Figure``: bytes before and after, and buffer lifetimes of what streams.
+
+        Raises:
+          ImportError: matplotlib is not there; it is in the extra ``experiments``.
+        """
+        return plots.plot(self)
 
 
 def _plural(n: int, word: str) -> str:
@@ -145,17 +178,3 @@ def _refusal_lines(r: Refusal) -> list[str]:
         f"        expected {r.expected}",
         f"        found    {r.found}",
     ]
-
-
-def _table(title: str, head: list[str], rows: list[list[Any]]) -> str:
-    def row(cells: list[Any], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-
-    return f"<h2>{title} ({len(rows)})</h2><table>{row(head, 'th')}{''.join(row(r, 'td') for r in rows)}</table>"
-
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-body{{font:14px/1.4 system-ui,sans-serif;margin:2rem}}table{{border-collapse:collapse}}
-td,th{{border:1px solid #ccc;padding:.3rem .6rem;text-align:left;vertical-align:top;white-space:pre-wrap}}
-th{{background:#f3f3f3}}</style><h1>{title}</h1>{tables}</html>
-"""

@@ -57,7 +57,7 @@ def region(match: Match, context: Any) -> Region:
     free = len(inputs)
     for n, (operands, found) in zip(nodes, operands_of, strict=True):
         places = tuple(slots[v] if s < 0 else s for v, s in zip(operands, found, strict=True))
-        steps.append(Step(_role(n), n.op, _body(graph, n, operands), places, n.attr("from_output", False)))
+        steps.append(Step(_role(graph, n), n.op, _body(graph, n, operands), places, n.attr("from_output", False)))
         slots.update(zip(n.outputs, range(free, free + len(n.outputs)), strict=True))
         free += len(n.outputs)
     outputs = _outputs(match)
@@ -100,7 +100,14 @@ def _outputs(match: Match) -> tuple[int, ...]:
     return (last, *extra)
 
 
-def _role(node: Node) -> str:
+#: Primitives that are linear in their one operand, whatever their parameters.
+_LINEAR = frozenset(
+    ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reduce_sum")
+    + ("reshape", "slice", "split", "squeeze", "transpose")
+)
+
+
+def _role(graph: Graph, node: Node) -> str:
     if node.flags & (OpFlags.IS_GEMM_LIKE | OpFlags.IS_CONV | OpFlags.IS_GATE):
         return "bilinear"
     if node.flags & OpFlags.IS_ACTIVATION:
@@ -111,9 +118,35 @@ def _role(node: Node) -> str:
         return "normalize"
     if node.flags & OpFlags.IS_NORMALIZATION:
         return "norm"
+    if node.flags & OpFlags.IS_CROSS_ENTROPY:
+        return "loss"
     if node.flags & OpFlags.IS_AFFINE:
         return "joint"
-    return "gradient" if node.flags & OpFlags.IS_ACTIVATION_GRAD else "linear"
+    if node.flags & OpFlags.IS_ACTIVATION_GRAD:
+        return "gradient"
+    if _is_linear(graph, node):
+        return "linear"
+    # A function of one operand has the derivative of its equations, element by element or not.
+    return "pointwise" if sum(graph.values[v].kind != "literal" for v in node.inputs) == 1 else "general"
+
+
+def _is_linear(graph: Graph, node: Node) -> bool:
+    """Whether a node is linear in all its operands together: a constant that is added makes it affine, which is not."""
+    if node.flags & OpFlags.IS_BIAS:
+        return True
+    if len(node.covers) != 1:
+        return False
+    eqn = graph.eqn(node.covers[0])
+    fixed = [isinstance(v, _compat.Literal) for v in eqn.invars]
+    match eqn.primitive.name:
+        case "add" | "add_any" | "sub":
+            return not any(fixed)
+        case "mul":
+            return fixed.count(False) == 1
+        case "div":
+            return fixed == [False, True]
+        case name:
+            return name in _LINEAR
 
 
 def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:

@@ -116,9 +116,9 @@ class Step:
 
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
-        operands), ``"pointwise"`` (a function of each element of its one operand), ``"opaque"`` (by its equations);
-        ``"joint"`` (a function of all its operands), ``"softmax"``, ``"normalize"`` and ``"norm"`` by the `Composite` of
-        the operation.
+        operands), ``"pointwise"`` (a function of its one operand), ``"opaque"`` (by its equations), ``"general"`` (none
+        of these); ``"joint"`` (a function of all its operands), ``"softmax"``, ``"normalize"``, ``"norm"`` and ``"loss"``
+        by the `Composite` of the operation.
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the results: the user's own equations.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
@@ -192,13 +192,26 @@ class FusedOp:
         The result itself where the activation's derivative is a function of it (nothing further is kept alive), else
         the activation's input.
         """
-        if self.semantic.composite is not None:
+        if self.semantic.composite is not None or self.is_general:
             return None
         n = len(self.in_avals)
         for k, step in enumerate(self.steps):
             if step.role == "pointwise":
                 return n + k if step.from_output else step.operands[0]
         return None
+
+    @property
+    def is_general(self) -> bool:
+        """Whether its steps cannot be differentiated one by one, so that the whole is, through its equations.
+
+        One by one takes products of inputs, linear maps, and one function whose derivative a single residual gives.
+        """
+        if self.semantic.composite is not None:
+            return False
+        roles = [step.role for step in self.steps]
+        inner = len(self.in_avals)
+        nested = any(s.role == "bilinear" and max(s.operands, default=0) >= inner for s in self.steps)
+        return nested or roles.count("pointwise") > 1 or bool({"general", "softmax", "normalize"} & set(roles))
 
     def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
         """All slots: the inputs, then the results of each step. These are the user's own equations."""

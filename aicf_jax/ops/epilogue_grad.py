@@ -41,6 +41,10 @@ def _attributes(match: Match) -> Mapping[str, object]:
 
 
 def _check(match: Match) -> Refusal | None:
+    gradient = match.first(OpFlags.IS_ACTIVATION_GRAD)
+    if gradient is not None and gradient.attr("activation") not in ACTIVATIONS:
+        found = str(gradient.attr("activation"))
+        return refuse(match, "activation", f"the gradient of one of {', '.join(ACTIVATIONS)}", found, gradient)
     found = match.nodes[-1].op
     return None if found == "reduce_sum" else refuse(match, "reduction", "a sum over rows", found)
 

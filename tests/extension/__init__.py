@@ -1,0 +1,1 @@
+"""Additions to the package that live outside of it."""
