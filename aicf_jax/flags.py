@@ -44,6 +44,8 @@ class OpFlags(enum.IntFlag):
     IS_UNNORMALIZED = 1 << 21
     IS_NORMALIZE = 1 << 22
     IS_NEAR_SOFTMAX = 1 << 23
+    IS_CROSS_ENTROPY = 1 << 24
+    IS_NEAR_CROSS_ENTROPY = 1 << 25
     HAS_EFFECT = 1 << 30
     IS_NOP = 1 << 31
     # -- derived: the graph around it -----------------------------------------------------------------

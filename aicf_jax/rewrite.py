@@ -106,6 +106,8 @@ def _role(node: Node) -> str:
         return "softmax"
     if node.flags & OpFlags.IS_NORMALIZE:
         return "normalize"
+    if node.flags & OpFlags.IS_CROSS_ENTROPY:
+        return "loss"
     return "gradient" if node.flags & OpFlags.IS_ACTIVATION_GRAD else "linear"
 
 

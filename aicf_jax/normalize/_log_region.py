@@ -31,7 +31,7 @@ class LogRegion:
         self.forms: dict[int, Form] = {x: Form(LOG, 1.0, {}, tuple(range(len(aval.shape))))}
         self.members: list[int] = []
         self._guards: dict[int, Guard] = {}
-        self._masks: dict[int, tuple[Hashable, int, tuple[int, ...]]] = {}
+        self.masks: dict[int, tuple[Hashable, int, tuple[int, ...]]] = {}
         queue = list(graph.users(x))
         heapq.heapify(queue)
         seen: set[int] = set()
@@ -102,8 +102,8 @@ class LogRegion:
             steps.append((self.graph.values[source].aval.shape, str(self.graph.eqn(node.covers[0]).params)))
             covers.extend(node.covers)
             source = node.inputs[0]
-        self._masks[vid] = ((source, *steps), source, tuple(covers))
-        return self._masks[vid][0]
+        self.masks[vid] = ((source, *steps), source, tuple(covers))
+        return self.masks[vid][0]
 
     # -- closed parts of the region ------------------------------------------------------------------------
     def needed(self, exit_position: int, stop: Iterable[int] = ()) -> list[int]:
@@ -145,8 +145,8 @@ class LogRegion:
                 if v in self.forms or v in self._guards or self.graph.values[v].kind == "literal":
                     continue
                 number, more = constant(self.graph, v)
-                if number is None and v in self._masks:
-                    _, source, more = self._masks[v]
+                if number is None and v in self.masks:
+                    _, source, more = self.masks[v]
                     inputs[source] = None
                 elif number is None:
                     inputs[v] = None

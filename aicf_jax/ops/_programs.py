@@ -31,7 +31,7 @@ def forward_saving(op: FusedOp) -> Derived:
         results, saved = composite.save(op, xs)
         return [*results, *saved]
 
-    return _derived(op, f, "attention", _input_names(op), (*["out"] * len(op.results), *composite.names[1:]))
+    return _derived(op, f, "attention", _input_names(op), (*["out"] * len(op.results), *composite.names_of(op)[1:]))
 
 
 @memo()

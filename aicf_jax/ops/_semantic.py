@@ -40,7 +40,7 @@ class Composite:
       cotangent: ``(op, inputs, results, saved, ct, wanted) -> cotangents`` of the inputs in `wanted`, plain JAX built
         from the equations' own derivatives.
       gradient: name of the operation that this backward is.
-      names: of the saved values, in prints.
+      names: of the result and the saved values, in prints; or `FusedOp` -> names.
       side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
         one means batching all; None where batching step by step could not tell which dimension is which.
     """
@@ -48,8 +48,11 @@ class Composite:
     save: Callable[..., tuple[list[Any], list[Any]]]
     cotangent: Callable[..., list[Any]]
     gradient: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
+
+    def names_of(self, op: Any) -> tuple[str, ...]:
+        return self.names(op) if callable(self.names) else self.names
 
 
 @dataclasses.dataclass(frozen=True)
