@@ -65,7 +65,7 @@ def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Fu
     for k, step in enumerate(op.steps):
         operands = tuple(place[s] for s in step.operands)
         if k in aligned and len(operands) > 1 and any(batched[s] for s in operands):
-            operands = tuple(whole(s, step.body.invars[0].aval.shape) for s in operands)
+            operands = tuple(whole(s, v.aval.shape) for s, v in zip(operands, step.body.invars, strict=True))
         add(step, _compat.as_function(step.body), operands)
         place += range(len(slots) - len(step.body.outvars), len(slots))
     results = tuple(place[s] for s in op.results)

@@ -110,6 +110,8 @@ NEAR_GATE = test(OpFlags.IS_NEAR_GATE)
 CONV = test(OpFlags.IS_CONV)
 AFFINE = test(OpFlags.IS_AFFINE)
 NEAR_AFFINE = test(OpFlags.IS_NEAR_AFFINE)
+CROSS_ENTROPY = test(OpFlags.IS_CROSS_ENTROPY)
+NEAR_CROSS_ENTROPY = test(OpFlags.IS_NEAR_CROSS_ENTROPY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,12 +77,15 @@ def derive_bound(
 
 
 def from_graph(
-    graph: ComputationGraph, name: str, argument_names: Sequence[str] = (), result_names: Sequence[str] = ()
+    graph: ComputationGraph,
+    name: str,
+    argument_names: Sequence[str] = (),
+    result_names: Sequence[str] = (),
+    whole: frozenset[str] = frozenset(),
 ) -> Derived:
-    """`derive_bound` of a computation graph."""
+    """`derive_bound` of a computation graph. `whole`: axes of it that no nest may cut."""
     if 0 in graph.axes.values() or any(0 in v.shape for v in graph.views.values()):
         raise DeriveError("empty", "dimensions of at least one element", "a dimension of size zero")
-    whole: frozenset[str] = frozenset()
     while True:
         deriver = _Deriver(graph, argument_names, result_names, whole)
         derived = deriver.run(name)

@@ -31,7 +31,7 @@ class LogRegion(Region):
         self.axis, self.shape = axis, aval.shape
         self.forms: dict[int, Form] = {x: Form(LOG, 1.0, {}, tuple(range(len(aval.shape))))}
         self._guards: dict[int, Guard] = {}
-        self._masks: dict[int, tuple[Hashable, int, tuple[int, ...]]] = {}
+        self.masks: dict[int, tuple[Hashable, int, tuple[int, ...]]] = {}
         self._grow(REGION_EQUATIONS)
 
     # -- forms ------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ class LogRegion(Region):
             steps.append((self.graph.values[source].aval.shape, str(self.graph.eqn(node.covers[0]).params)))
             covers.extend(node.covers)
             source = node.inputs[0]
-        self._masks[vid] = ((source, *steps), source, tuple(covers))
-        return self._masks[vid][0]
+        self.masks[vid] = ((source, *steps), source, tuple(covers))
+        return self.masks[vid][0]
 
     def surroundings(self, members: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """``(inputs, covers)``: what members read besides forms, and their equations with those of constants."""
@@ -109,8 +109,8 @@ class LogRegion(Region):
                 if v in self.forms or v in self._guards or self.graph.values[v].kind == "literal":
                     continue
                 number, more = constant(self.graph, v)
-                if number is None and v in self._masks:
-                    _, source, more = self._masks[v]
+                if number is None and v in self.masks:
+                    _, source, more = self.masks[v]
                     inputs[source] = None
                 elif number is None:
                     inputs[v] = None

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import mcir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
+from aicf_jax.ops._log_domain import capped, finite, wide
 from aicf_jax.ops._semantic import FusedOp, Step
-
-_ACCUMULATE = {"bfloat16": "float32", "float16": "float32"}
 
 
 def permutation(op: FusedOp, ndim: int) -> tuple[int, ...]:
@@ -87,29 +86,8 @@ def _beside_scores(step: Step, mask: Any) -> Any:
     return mask
 
 
-def _wide(x: Any, mask: Any) -> Any:
-    x = x.astype(_ACCUMULATE.get(str(x.dtype), x.dtype))
-    return x if mask is None else jnp.where(mask, x, -jnp.inf)
-
-
-def _finite(m: Any) -> Any:
-    return jnp.where(jnp.isfinite(m), m, 0)
-
-
-@jax.custom_jvp
-def _capped(x: Any, m: Any) -> Any:
-    """x, which is computed anew, rounded otherwise perhaps, and no larger than its maximum m all the same."""
-    return jnp.minimum(x, m)
-
-
-@_capped.defjvp
-def _capped_jvp(primals: Any, tangents: Any) -> Any:
-    # Not that of a minimum, which would split the tangent where x = m.
-    return _capped(*primals), tangents[0]
-
-
 def _exponential(op: FusedOp, x: Any, m: Any) -> Any:
-    difference = x - jnp.expand_dims(_finite(m), op.blob["axis"])
+    difference = x - jnp.expand_dims(finite(m), op.blob["axis"])
     base = op.blob["base"]
     return jnp.exp(difference if base == 1.0 else difference * jnp.asarray(base, difference.dtype))
 
@@ -118,7 +96,7 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """``(results, [m, l])``: the row maximum of X and ``l = sum_j exp(a (x_j - m))``, in float32 or wider."""
     axis = op.blob["axis"]
     x, mask = _scores_and_mask(op, inputs)
-    x = _wide(x, mask)
+    x = wide(x, mask)
     # P does not depend on m, so m needs no derivative. That of a maximum would be 0/0 where the compiler rounds x
     # differently for the maximum and for the comparison with it.
     m = jax.lax.stop_gradient(jnp.max(x, axis=axis))
@@ -132,9 +110,9 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def weights(op: FusedOp, inputs: Sequence[Any], m: Any, total: Any) -> tuple[Any, Any]:
     """``(E, r)``, P = E r: exponentials laid out like the scores, which are recomputed, and a factor for each row."""
     x, mask = _scores_and_mask(op, inputs)
-    x = _wide(x, mask)
+    x = wide(x, mask)
     if not op.blob["guarded"]:
-        x = _capped(x, jnp.expand_dims(m, op.blob["axis"]))
+        x = capped(x, jnp.expand_dims(m, op.blob["axis"]))
     e, rows = _exponential(op, x, m), jnp.expand_dims(1 / total, op.blob["axis"])
     if mask is not None and op.blob["zeroed"]:
         e = jnp.where(mask, e, 0)
@@ -159,7 +137,7 @@ def cotangent(
     k, step = softmax_step(op)
     slot = len(op.in_avals) + k
     before, behind = (
-        [i for i in wanted if i in _reads(op, target, stop)]
+        [i for i in wanted if i in reads(op, target, stop)]
         for target, stop in ((step.operands[0], -1), (op.results[0], slot))
     )
 
@@ -195,7 +173,7 @@ def cotangent(
     return [found[i] if i in found else jnp.zeros_like(inputs[i]) for i in wanted]
 
 
-def _reads(op: FusedOp, target: int, stop: int) -> set[int]:
+def reads(op: FusedOp, target: int, stop: int) -> set[int]:
     """Slots that a slot is computed from, not looking behind `stop`."""
     n = len(op.in_avals)
     seen: set[int] = set()

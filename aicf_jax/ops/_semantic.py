@@ -117,8 +117,8 @@ class Step:
     Attributes:
       role: how it is differentiated: ``"bilinear"`` (a product of its two operands), ``"linear"`` (in all its
         operands), ``"pointwise"`` (a function of its one operand), ``"opaque"`` (by its equations), ``"general"`` (none
-        of these); ``"joint"`` (a function of all its operands), ``"softmax"``, ``"normalize"``, ``"norm"`` and ``"loss"``
-        by the `Composite` of the operation.
+        of these); ``"joint"`` (a function of all its operands), ``"softmax"``, ``"normalize"``, ``"norm"`` and
+        ``"loss"`` by the `Composite` of the operation.
       name: the canonical operation, e.g. ``"gelu_tanh"``.
       body: jaxpr from the operands to the results: the user's own equations.
       operands: slots, one for each input of `body`. Slots 0 … n-1 are the region's inputs, slot n + k is step k's
