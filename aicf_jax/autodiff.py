@@ -48,10 +48,15 @@ def saved_avals(op: FusedOp) -> tuple[Any, ...]:
     return tuple(kept(op, found[:n], found[n:]))
 
 
+def kept_results(op: FusedOp) -> tuple[int, ...]:
+    """Positions of the results that the backward takes."""
+    composite = op.semantic.composite
+    return composite.keeps(op) if composite is not None else ()
+
+
 def kept(op: FusedOp, results: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
     """What `fused_tangent` takes besides inputs and tangents, in the order of `saved_avals`."""
-    composite = op.semantic.composite
-    return [*(results[k] for k in composite.keeps(op)), *saved] if composite is not None else list(saved)
+    return [*(results[k] for k in kept_results(op)), *saved]
 
 
 def _run(step: Step, operands: Sequence[Any]) -> Any:
@@ -212,7 +217,7 @@ def cotangent(
     """
     composite = op.semantic.composite
     if composite is not None:
-        where = composite.keeps(op)
+        where = kept_results(op)
         known = dict(zip(where, saved, strict=False))
         results = [known.get(k) for k in range(len(op.results))]
         return composite.cotangent(op, inputs, results, saved[len(where) :], cts, wanted)

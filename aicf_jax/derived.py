@@ -153,7 +153,8 @@ def _gradient_op(
 def _cotangent_names(op: FusedOp, given: Sequence[bool]) -> list[str]:
     """``dY``, and for further results what they are called where they are kept."""
     composite = op.semantic.composite
-    known = dict(zip(composite.keeps(op), composite.names_of(op), strict=False)) if composite is not None else {}
+    names = composite.names_of(op) if composite is not None else ()
+    known = dict(zip(autodiff.kept_results(op), names, strict=False))
     return ["dY" if not k else "d" + known.get(k, f"Y{k}") for k, g in enumerate(given) if g]
 
 

@@ -171,7 +171,7 @@ class Pattern:
             raise TypeError(f"Pattern({self.name!r}, sequence=...): expected Test objects, found {bad or 'none'}")
         before = self.sequence[: self.prefix]
         if len(before) == len(self.sequence) or any(t.quantifier == "star" for t in before):
-            raise ValueError(f"Pattern({self.name!r}): one test must hold, and no star may stand before it: the anchor")
+            raise ValueError(f"Pattern({self.name!r}): one test cannot be optional, and no star may stand before it")
         if not hasattr(self.rewrite, "attributes"):
             raise TypeError(f"Pattern({self.name!r}, rewrite=...): expected a SemanticOp, found {self.rewrite!r}")
 

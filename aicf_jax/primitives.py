@@ -117,7 +117,7 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
         # What does not depend on a batched operand is not batched: the log-sum-exp where only V is.
-        more = autodiff.saved_avals(op)[len(op.semantic.composite.keeps(op)) :] if _has_residual(op, residual) else ()
+        more = autodiff.saved_avals(op)[len(autodiff.kept_results(op)) :] if residual else ()
         before = [*op.out_avals, *more]
         return out, [0 if x.ndim > a.ndim else None for x, a in zip(out, before, strict=True)]
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)

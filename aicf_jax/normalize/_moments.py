@@ -9,11 +9,12 @@ from ``q - m^2``: the two are one number and two ways to compute it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from aicf_jax.normalize._log_forms import merged
 
-Symbol = tuple[Hashable, ...]
+Symbol = tuple[Any, ...]
 #: Symbols and their exponents, none of them 0, in a fixed order; the empty product is 1.
 Monomial = tuple[tuple[Symbol, int], ...]
 Poly = Mapping[Monomial, float]
@@ -153,7 +154,7 @@ def is_row(symbol: Symbol) -> bool:
     """Whether a symbol is a statistic of the row, and nothing from elsewhere."""
     if symbol in (MEAN, MEAN_SQUARE, VARIANCE):
         return True
-    return _is_nested(symbol) and all(is_row(s) for m, _ in symbol[1] for s, _ in m)  # pyright: ignore[reportGeneralTypeIssues]
+    return _is_nested(symbol) and all(map(is_row, symbols(inner(symbol))))
 
 
 def equal(a: Poly, b: Poly, tolerance: float) -> bool:
@@ -162,7 +163,12 @@ def equal(a: Poly, b: Poly, tolerance: float) -> bool:
 
 def contains(p: Poly, *kinds: str) -> bool:
     """Whether a symbol of one of these kinds occurs, also inside of others."""
-    return any(s[0] in kinds or (_is_nested(s) and contains(dict(s[1]), *kinds)) for s in symbols(p))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return any(s[0] in kinds or (_is_nested(s) and contains(inner(s), *kinds)) for s in symbols(p))
+
+
+def inner(symbol: Symbol) -> dict[Monomial, float]:
+    """The polynomial inside of a symbol."""
+    return dict(symbol[1])
 
 
 def _is_nested(symbol: Symbol) -> bool:

@@ -88,7 +88,7 @@ def norm_of(p: Poly, axes: frozenset[int], wide: frozenset[int], tolerance: floa
 
 
 def _runs_along(symbol: Symbol, axes: frozenset[int], wide: frozenset[int]) -> bool:
-    varying = frozenset(symbol[2])  # pyright: ignore[reportArgumentType]
+    varying = frozenset(symbol[2])
     return varying <= axes and bool(varying or not wide)
 
 
@@ -129,14 +129,14 @@ def _statistic(root: Symbol, tolerance: float) -> tuple[str, bool, float] | None
 
 def _under(root: Symbol) -> tuple[dict[Monomial, float], float, bool]:
     """``(statistic, eps, clamped)``."""
-    p = dict(root[1])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    p = moments.inner(root)
     eps = p.pop(moments.ONE, 0.0)
     if len(p) == 1:
         ((monomial, c),) = p.items()
         if c == 1.0 and len(monomial) == 1 and monomial[0][1] == 1 and monomial[0][0][0] == "at_least":
-            _, below, bound = monomial[0][0]
-            if bound == 0.0:
-                return dict(below), eps, True  # pyright: ignore[reportArgumentType, reportCallIssue]
+            bounded = monomial[0][0]
+            if bounded[2] == 0.0:
+                return moments.inner(bounded), eps, True
     return p, eps, False
 
 
@@ -162,12 +162,12 @@ def almost(p: Poly, length: int, shape: tuple[int, ...], axes: frozenset[int], t
         return "stopped_statistics"
     if not has_x(p):
         wide = {d for d, n in enumerate(shape) if n != 1}
-        whole = [s for s in moments.symbols(p) if s[0] == "value" and set(s[2]) == wide and not wide <= axes]  # pyright: ignore[reportArgumentType]
+        whole = [s for s in moments.symbols(p) if s[0] == "value" and set(s[2]) == wide and not wide <= axes]
         return "other_value" if whole else None
     if found[0][0] == "inverse":
-        inner = moments.symbols(dict(found[0][1]))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        inner = moments.symbols(moments.inner(found[0]))
         return "eps_outside_root" if any(s[0] == "root" for s in inner) else "other_statistic"
-    if any(s[0] == "value" and not set(s[2]) <= axes for s in moments.symbols(p)):  # pyright: ignore[reportArgumentType]
+    if any(s[0] == "value" and not set(s[2]) <= axes for s in moments.symbols(p)):
         return "scale_axes"
     return _statistic_code(p, found[0], length, tolerance)
 

@@ -227,14 +227,14 @@ def _node(region: NormRegion, position: int, members: list[int], norm: Norm) -> 
         flags |= OpFlags.IS_CENTERED
     if values:
         flags |= OpFlags.HAS_PARAM
-    inputs = (region.x, *(int(s[1]) for s in values))  # pyright: ignore[reportArgumentType]
+    inputs = (region.x, *(int(s[1]) for s in values))
     name = "layer_norm" if norm.is_centered else "rms_norm"
     return Node(name, flags, inputs, graph.nodes[position].outputs, covers, attrs)
 
 
 def _from_the_end(symbol: moments.Symbol | None, ndim: int) -> tuple[int, ...] | None:
     """The dimensions that a scale or bias varies along, counted from the end, since batching adds some in front."""
-    return None if symbol is None else tuple(sorted(d - ndim for d in symbol[2]))  # pyright: ignore[reportGeneralTypeIssues]
+    return None if symbol is None else tuple(sorted(d - ndim for d in symbol[2]))
 
 
 def _statistics_type(region: NormRegion, members: list[int]) -> str:

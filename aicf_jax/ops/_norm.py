@@ -112,7 +112,7 @@ def input_names(op: FusedOp) -> dict[int, str]:
     """``X`` and the residual ``R`` added to it, scale and bias."""
     x, scale, bias = _slots(op)
     read = op.steps[0].operands if op.blob["has_residual"] else (x,)
-    found = dict(zip(reversed(read), ("R", "X")[2 - len(read) :], strict=True))
+    found: dict[int, str] = dict(zip(reversed(read), ["X"] if len(read) == 1 else ["R", "X"], strict=True))
     for slot, name in ((scale, "scale"), (bias, "bias")):
         if slot is not None:
             found.setdefault(slot, name)
@@ -187,7 +187,7 @@ def cotangent(
         rstd = saved.pop(0)
         normalized = centered * rstd
         for where, name, term in ((scale, "scale", lambda: dy * normalized), (bias, "bias", lambda: dy)):
-            if where in wanted:
+            if where is not None and where in wanted:
                 found[where] = _summed(op, name, term(), op.in_avals[where])
         g = dy if scale is None else dy * _beside(op, _wide(inputs[scale]))
         along = normalized * _mean(op, g * normalized)
