@@ -2,8 +2,8 @@
 
 From an argument or the result of a product, convolution, bias, scale and shift, cast, slice or layout change the region
 of equations that depend on nothing else (and on scalar constants) is grown; each value in it gets an expression
-(`_expressions`); the last one that equals a known spelling and whose inner values nobody else uses becomes one canonical
-node.
+(`_expressions`); the last one that equals a known spelling and whose inner values nobody else uses becomes one
+canonical node.
 """
 
 from __future__ import annotations
