@@ -8,7 +8,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md"])
+PAGES = sorted(
+    str(p.relative_to(ROOT))
+    for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    if "```python" in p.read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run_in_order(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     assert blocks
