@@ -43,7 +43,7 @@ def compare(
 
     Raises:
       TypeError: `target` is not callable.
-      Whatever tracing or running the call raises.
+      Exception: whatever tracing or running the call raises.
     """
     function, name, own = entry(target)
     chosen = policy if policy is not None else own.policy if own else Policy()

@@ -53,7 +53,7 @@ def explain(
 
     Raises:
       TypeError: `target` is not callable.
-      Whatever tracing the call raises.
+      Exception: whatever tracing the call raises.
     """
     function, name, own = entry(target)
     context = make_context(

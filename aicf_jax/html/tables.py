@@ -93,8 +93,8 @@ def _times(n: int) -> Markup | None:
 
 
 def _numerics(f: Fusion) -> Markup:
-    told = f"error {f.error:.2g}, bound {f.bound:.2g}" if f.error is not None else f"bound {f.bound:.2g}"
-    return tag("div", f.numerics, tag("div", told, class_="note"))
+    error = None if f.error is None else tag("div", f"error {f.error:.1e}", class_="note word")
+    return tag("div", f.numerics, error, tag("div", f"bound {f.bound:.1e}", class_="note word"))
 
 
 def _attributes(f: Fusion) -> Markup | None:

@@ -192,7 +192,7 @@ class TestCompare:
     def test_it_is_a_report(self):
         report = aicf_jax.compare(two_layers, X, W, B, kernels=off(1.0))
         plain = aicf_jax.explain(two_layers, X, W, B, kernels=off(1.0))
-        assert [f.op for f in report.fusions] == [f.op for f in plain.fusions] and "error 0" in report.to_html()
+        assert [f.op for f in report.fusions] == [f.op for f in plain.fusions] and "error 0.0e+00" in report.to_html()
 
     def test_backwards_are_measured_where_the_function_takes_them(self):
         """The fused function inside carries its backward; the outer one brings no kernel of its own."""
