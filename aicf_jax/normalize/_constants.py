@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,7 @@ def _quotient(a: float, b: float) -> float | None:
 
 _LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", *SAME_VALUE)
 #: What `number` computes: jax counts the elements of a mean, and tests the count, in equations.
-_FOLDED: dict[str, Callable[..., float | bool | None]] = {
+_FOLDED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_LAYOUT, lambda a: a),
     "add": operator.add,
     "sub": operator.sub,

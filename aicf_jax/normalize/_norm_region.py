@@ -117,9 +117,8 @@ class NormRegion(Region):
             self._sources[vid] = source, frozenset(varying), covers
         return self._sources[vid]
 
-    def surroundings(self, members: Iterable[int]) -> tuple[set[int], tuple[int, ...]]:
-        """``(sources, covers)``: what members read from elsewhere, and their equations with those of broadcasts."""
-        sources: set[int] = set()
+    def covers(self, members: Iterable[int]) -> tuple[int, ...]:
+        """Equations of the members, with those of numbers and broadcasts that they read."""
         covers: set[int] = set()
         for p in members:
             covers.update(self.graph.nodes[p].covers)
@@ -127,13 +126,8 @@ class NormRegion(Region):
                 if v in self.forms:
                     continue
                 found = number(self.graph, v)
-                if found is None:
-                    source, _, more = self.source(v)
-                    sources.add(source)
-                else:
-                    more = found[1]
-                covers.update(more)
-        return sources, tuple(sorted(covers))
+                covers.update(self.source(v)[2] if found is None else found[1])
+        return tuple(sorted(covers))
 
 
 # -- what each primitive does to forms -------------------------------------------------------------------

@@ -169,7 +169,7 @@ def _near_misses(
 ) -> dict[int, Node]:
     """One mark for each root that no norm was found with, at the first value that resembles one."""
     settled = {s for p in found for s in roots_of(_poly(region, p))}
-    norms = {s: p for p, _ in exits for s in roots_of(_poly(region, p))}  # the first of each, exits come last first
+    norms = {s for p, _ in exits for s in roots_of(_poly(region, p))}
     near: dict[int, Node] = {}
     for p in region.members:
         poly = _poly(region, p)
@@ -182,7 +182,7 @@ def _near_misses(
         settled |= new
         if not trailing:
             code = "axes_not_trailing" if code not in ("other_value", "stopped_statistics") else code
-        elif new & norms.keys():
+        elif new & norms:
             code = "statistics_reused"
         near[p] = _marked(region.graph.nodes[p], poly, code)
     return near
@@ -209,7 +209,6 @@ def _marked(node: Node, poly: moments.Poly, code: str) -> Node:
 
 def _node(region: NormRegion, position: int, members: list[int], norm: Norm) -> Node:
     graph = region.graph
-    _, covers = region.surroundings(members)
     values = [s for s in (norm.scale, norm.bias) if s is not None]
     ndim = len(region.shape)
     statistics = _statistics_type(region, members)
@@ -229,7 +228,7 @@ def _node(region: NormRegion, position: int, members: list[int], norm: Norm) -> 
         flags |= OpFlags.HAS_PARAM
     inputs = (region.x, *(int(s[1]) for s in values))
     name = "layer_norm" if norm.is_centered else "rms_norm"
-    return Node(name, flags, inputs, graph.nodes[position].outputs, covers, attrs)
+    return Node(name, flags, inputs, graph.nodes[position].outputs, region.covers(members), attrs)
 
 
 def _from_the_end(symbol: moments.Symbol | None, ndim: int) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -130,8 +131,10 @@ def saved_names(op: FusedOp) -> tuple[str, ...]:
 # -- forward and backward --------------------------------------------------------------------------------
 
 
-def _wide(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _wide(op: FusedOp, x: Any) -> Any:
+    """In float32, or in a wider type that the equations compute in."""
+    types = (op.blob["statistics"], *(a.dtype for a in (*op.in_avals, *op.out_avals)))
+    return x.astype(functools.reduce(jnp.promote_types, types, jnp.dtype("float32")))
 
 
 def _mean(op: FusedOp, x: Any) -> Any:
@@ -145,16 +148,11 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     below 0, and 1/2 at 0 as jax has it.
     """
     slots = op.evaluate(inputs)
-    x = _wide(slots[_slots(op)[0]])
-    formula, saved = op.blob["variance"], []
-    mean = _mean(op, x)
-    if formula == "centered":
-        variance = _mean(op, jnp.square(x - mean))
-    else:
-        variance = _mean(op, jnp.square(x))
-        variance = variance - jnp.square(mean) if formula == "moments" else variance
-    if formula != "mean_square":
-        saved.append(mean)
+    x, formula = _wide(op, slots[_slots(op)[0]]), op.blob["variance"]
+    saved = [] if formula == "mean_square" else [_mean(op, x)]
+    variance = _mean(op, jnp.square(x - saved[0] if formula == "centered" else x))
+    if formula == "moments":
+        variance = variance - jnp.square(saved[0])
     saved.append(jax.lax.rsqrt((jnp.maximum(variance, 0) if op.blob["clamped"] else variance) + op.blob["eps"]))
     if op.blob["clamped"]:
         saved.append(jnp.where(variance > 0, 1.0, jnp.where(variance == 0, 0.5, 0.0)).astype(x.dtype))
@@ -174,12 +172,10 @@ def cotangent(
     given = dict(zip(op.results, cts, strict=True))
     known = _sum_result(op)
     # Without a result of its own the sum is added up again: two arrays read for one kept.
-    x = _wide(
-        results[known] if known is not None else op.evaluate(inputs)[slot] if slot >= len(inputs) else inputs[slot]
-    )
+    x = _wide(op, results[known] if known is not None else _summed_again(op, inputs))
     aval = op.slot_avals[slot]
     found: dict[int, Any] = {}
-    dx = None if given.get(slot) is None else _wide(given[slot])
+    dx = None if given.get(slot) is None else _wide(op, given[slot])
     dy = given[op.results[0]]
     if dy is not None:
         dy, saved = dy.astype(x.dtype), list(saved)
@@ -189,7 +185,7 @@ def cotangent(
         for where, name, term in ((scale, "scale", lambda: dy * normalized), (bias, "bias", lambda: dy)):
             if where is not None and where in wanted:
                 found[where] = _summed(op, name, term(), op.in_avals[where])
-        g = dy if scale is None else dy * _beside(op, _wide(inputs[scale]))
+        g = dy if scale is None else dy * _beside(op, _wide(op, inputs[scale]))
         along = normalized * _mean(op, g * normalized)
         inner = g - (along * saved.pop(0) if op.blob["clamped"] else along)
         if op.blob["variance"] != "mean_square":

@@ -188,7 +188,7 @@ def test_the_slope_of_the_clamp():
     np.testing.assert_array_equal(slope[:, 0], [0.5, 1.0])
 
 
-@pytest.mark.parametrize("bad", rest_slow([np.nan, np.inf, -np.inf, 1e20, 3e38], (np.inf, 3e38)))
+@pytest.mark.parametrize("bad", rest_slow([np.nan, np.inf, -np.inf, 1e20], (np.inf, 1e20)))
 @pytest.mark.parametrize("name", ["hidden_residual", "twice_the_same", "clamped"])
 def test_nan_infinity_and_overflow_end_up_in_the_same_places(name, bad):
     f = FUNCTIONS[name]
@@ -358,3 +358,30 @@ def test_a_loop_of_norms():
         return lax.fori_loop(0, 3, lambda _, c: layer_norm(c, g, b), x)
 
     assert_same(jax.jit(kept_whole(f))(X, G, B), jax.jit(f)(X, G, B), roundings=3 * ROUNDINGS)
+
+
+def test_statistics_in_float64_of_float32_are_kept_in_float64():
+    def f(x, g):
+        wide = x.astype(jnp.float64)
+        return (wide * lax.rsqrt(mean(wide * wide) + EPS)).astype(jnp.float32) * g
+
+    with jax.enable_x64(True):
+        op = jax.make_jaxpr(kept_whole(f))(X, G).eqns[-1].params["op"]
+        assert backward_program(op, (0,)).op.in_avals[-2].dtype == jnp.float64
+        fused = quick_jit(lambda *a: gradient(kept_whole(f), a))(X, G)
+        assert_same(fused, quick_jit(lambda *a: gradient(f, a))(X, G), roundings=4 * ROUNDINGS)
+
+
+def test_what_a_kernel_is_asked_for():
+    op = jax.make_jaxpr(kept_whole(hidden_residual))(*ARGS).eqns[-1].params["op"]
+    assert op.requirements() == {
+        "axes": 1,
+        "variance": "centered",
+        "clamped": False,
+        "statistics": "float32",
+        "has_residual": True,
+        "scale_axes": (-1,),
+        "bias_axes": (-1,),
+        "input_dtypes": ("float32",) * 4,
+        "output_dtypes": ("float32",),
+    }
