@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.interpreters import ad
 
 from aicf_jax import _compat
 from aicf_jax.ops._semantic import Composite, FusedOp, Step
@@ -74,13 +74,14 @@ def _cotangents(op: FusedOp, values: _Values, given: Sequence[Any], wanted: Sequ
     for step, slots in zip(reversed(op.steps), reversed(slots_of), strict=True):
         if not any(s in cts for s in slots):
             continue
-        out = [
-            cts[s] if s in cts else jnp.zeros(v.aval.shape, v.aval.dtype)
-            for s, v in zip(slots, step.body.outvars, strict=True)
-        ]
+        out = [cts[s] if s in cts else _zeros(v.aval) for s, v in zip(slots, step.body.outvars, strict=True)]
         for slot, term in _pulled_back(step, values, out, needed):
             cts[slot] = cts[slot] + term if slot in cts else term
-    return [cts[i] if i in cts else jnp.zeros(op.in_avals[i].shape, op.in_avals[i].dtype) for i in wanted]
+    return [cts[i] if i in cts else _zeros(op.in_avals[i]) for i in wanted]
+
+
+def _zeros(aval: Any) -> Any:
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def _pulled_back(step: Step, values: _Values, out: list[Any], needed: set[int]) -> list[tuple[int, Any]]:

@@ -315,7 +315,7 @@ def test_random_spellings_are_told_apart(program):
         assert report.count("conv_epilogue") == 0
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_spellings(examples):
     run = settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     run(given(program=programs())(holds))()
