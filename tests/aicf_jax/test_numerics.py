@@ -75,10 +75,6 @@ def lowered(f, args, policy):
     return tuple(jax.jit(g).lower(*traced.values).as_text() for g in (plan.reference, plan.function))
 
 
-def _body(text):
-    return re.sub(r"@\w+", "@f", re.sub(r"^module @\S+", "module", text))
-
-
 DENSE = [(name, dense(name), (X, W, B)) for name in ACTIVATIONS]
 
 
@@ -89,7 +85,7 @@ DENSE = [(name, dense(name), (X, W, B)) for name in ACTIVATIONS]
 def test_bitwise_programs_are_the_unfused_ones(f, args):
     unfused, plan = lowered(f, args, Policy(numerics="bitwise"))
     # The reference is an inner jit: the same operations in a function of their own.
-    assert _operations(plan) == _operations(unfused)
+    assert _operations(plan) == _operations(unfused) != []
     report = aicf_jax.explain(f, *args, policy=Policy(numerics="bitwise"))
     assert report.fusions == ()
 
@@ -166,7 +162,7 @@ class TestVerificationError:
         # one product of four terms, float32 results
         assert error.bound == bound(jnp.float32, 4) < error.error
         assert "test_numerics.py" in error.site and "two_layers" in error.site
-        assert error.comparison.what == f"{error.comparison.what.split(' by ')[0]} by kernel off"
+        assert error.comparison.what.endswith("by kernel off")
 
     def test_survives_pickling(self):
         error = self.caught()
