@@ -10,9 +10,11 @@ import jax.test_util
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import aicf_jax
 from aicf_jax.ops import _loss_programs
+from experiments.benchmarks.attention import gpt
 from tests.linear_cross_entropy.spellings import CLASSES, SPELLINGS, TOTALS, by_optax, smoothed, totalled, with_z_loss
 from tests.support import quick_jit
 
@@ -341,3 +343,42 @@ def test_rows_are_computed_again_only_where_that_is_cheaper_or_the_logits_are_to
     monkeypatch.setattr(_loss_programs, "TOO_LARGE", 1)
     aicf_jax.clear_caches()
     assert only(aicf_jax.explain(head(by_optax), h, w, labels)).kernel == KERNEL
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_with_its_loss():
+    stack = gpt.Stack(layers=1, width=16, heads=2, length=24, vocabulary=CLASSES, batch=2)
+    loss, args = gpt.build(stack, 0)
+    assert only(aicf_jax.explain(loss, *args)).kernel == KERNEL
+    found, want = (quick_jit(jax.value_and_grad(f))(*args) for f in (aicf_jax.fuse(loss, policy=RAISE), loss))
+    tolerance = gpt.stack_tolerance(stack)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+def test_linen_tied_weights_and_an_nnx_head():
+    embed = linen.Embed(CLASSES, 5)
+    variables = embed.init(jax.random.key(0), LABELS)
+
+    def tied(variables, h, labels):
+        return by_optax(embed.apply(variables, h, method="attend"), labels).mean()
+
+    definition, state = nnx.split(nnx.Linear(5, CLASSES, rngs=nnx.Rngs(0)))
+
+    def by_nnx(state, h, labels):
+        return by_optax(nnx.merge(definition, state)(h), labels).mean()
+
+    for f, parameters in ((tied, variables), (by_nnx, state)):
+        assert only(aicf_jax.explain(f, parameters, H, LABELS)).kernel == KERNEL
+        found, want = (quick_jit(jax.value_and_grad(g))(parameters, H, LABELS) for g in (aicf_jax.fuse(f), f))
+        assert_close(jax.tree.leaves(found), jax.tree.leaves(want))
+
+
+def test_explain(golden):
+    h, w = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((8, 100), "float32")
+    labels = jax.ShapeDtypeStruct((64,), "int32")
+    for name, loss in (("total", totalled(by_optax)), ("rows", smoothed)):
+        fusion = only(aicf_jax.explain(head(loss), h, w, labels))
+        golden(f"{fusion.backward}\n\n{fusion.program}\n\n{fusion.backward_program}\n", name)
