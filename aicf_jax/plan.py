@@ -132,8 +132,12 @@ def linearize(graph: Graph, fused_eqns: dict[int, Any]) -> ExecPlan:
         covered.update(node.covers)
         items.append(Item(node.covers[0], eqn))
     results = [graph.values[v].atom for v in graph.results]
-    needed = _needed(items, results, {v for eqn in fused_eqns.values() for v in eqn.outvars})
+    replaced = {v for eqn in fused_eqns.values() for v in eqn.outvars}
+    needed = _needed(items, results, replaced)
     calls = _whole_calls(graph, covered, needed)
+    while missing := _missing(graph, items, needed, calls):
+        needed = _needed(items, [*results, *missing], replaced)
+        calls = _whole_calls(graph, covered, needed)
     return ExecPlan(
         tuple(_ordered(list(_emitted(graph, needed, calls)))),
         tuple(graph.values[v].atom for v in graph.arguments),
@@ -175,6 +179,15 @@ def _whole_calls(graph: Graph, covered: set[int], needed: Sequence[Item]) -> set
         own = home.get(id(item.eqn))
         broken.update(top for v in item.reads if (top := inner.get(id(v))) is not None and top != own)
     return {top for top, eqn in enumerate(graph.program.eqns) if is_transparent(eqn) and top not in broken}
+
+
+def _missing(graph: Graph, items: Sequence[Item], needed: Sequence[Item], calls: set[int]) -> list[Any]:
+    """What whole calls take though their bodies do not use it, together with all that such calls take."""
+    whole = [graph.program.eqns[t] for t in sorted({graph.equations[item.position].top for item in needed} & calls)]
+    taken = [v for eqn in whole for v in eqn.invars if not isinstance(v, _compat.Literal)]
+    there = {id(v) for item in needed for v in item.eqn.outvars} | {id(v) for eqn in whole for v in eqn.outvars}
+    made = {id(v) for item in items for v in item.eqn.outvars}
+    return taken if any(id(v) in made and id(v) not in there for v in taken) else []
 
 
 def _emitted(graph: Graph, needed: Sequence[Item], calls: set[int]) -> Iterator[Any]:

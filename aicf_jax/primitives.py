@@ -112,8 +112,9 @@ for _platform in sorted(set(TARGETS.values())):
 def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
     from aicf_jax.derived import batched_op, batched_program, batches_by_step
 
-    if batches_by_step(op):
-        batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs)))
+    batched = batched_op(op, tuple(dims), tuple(map(_compat.typeof, inputs))) if batches_by_step(op) else None
+    # What is kept for the backward may depend on the shape of the result; it must be what was kept without a batch.
+    if batched is not None and not (residual and len(autodiff.saved_avals(batched)) != len(autodiff.saved_avals(op))):
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
         out = fused_p.bind(*moved, op=batched, residual=residual)
         # What does not depend on a batched operand is not batched: the log-sum-exp where only V is.

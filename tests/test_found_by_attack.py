@@ -312,3 +312,17 @@ class TestLinenScopes:
 
         with pytest.raises(FuseError, match="fuse the module instead"):
             Parent().apply({"params": {}, "batch_stats": {}}, X, mutable=["batch_stats"])
+
+
+def test_a_call_with_an_argument_it_does_not_use():
+    """The argument is computed all the same: the call is emitted as it was written."""
+
+    @jax.jit
+    def doubled(x, unused):
+        return 2.0 * x
+
+    def f(x):
+        return doubled(x, jnp.sin(x) + 1.0)
+
+    x = jnp.arange(3.0)
+    assert jnp.array_equal(aicf_jax.fuse(f)(x), f(x))

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Hashable
+from typing import Any
 
 from aicf_jax.flags import OpFlags
-from aicf_jax.graph import Graph, Node
+from aicf_jax.graph import Node
 from aicf_jax.normalize._constants import SAME_VALUE, constant, is_float
 from aicf_jax.normalize._log_forms import EXP, LOG, ONE, Form
 from aicf_jax.normalize._log_region import LogRegion
@@ -43,7 +44,7 @@ class Sum:
 
 
 class LossRegion:
-    """Grown from x in program order.
+    """Grown from x in program order, to the first value that everything flows through, or as far as it goes (`whole`).
 
     Attributes:
       members: positions of the nodes between x and the loss.
@@ -55,9 +56,10 @@ class LossRegion:
       exit: position of the first node that everything flows through, None where there is none.
       key: ``(a, mask)`` of the log-sum-exp.
       deepest: what spoils the region, as a code of `cross_entropy.NEAR_MISSES`; None for nothing.
+      ignored: positions of users that are passed over, to see what there would be without them.
     """
 
-    def __init__(self, log: LogRegion, whole: bool = False):
+    def __init__(self, log: LogRegion, whole: bool = False, ignored: frozenset[int] = frozenset()):
         self.graph, self.log, self.x, self.axis = log.graph, log, log.x, log.axis
         self.members: list[int] = []
         self.picks: dict[int, Pick] = {}
@@ -69,7 +71,7 @@ class LossRegion:
         self.exit: int | None = None
         self.key: tuple[float, Hashable] | None = None
         self.deepest: str | None = None
-        self.total: int | None = None
+        self.ignored = ignored
         self.depends: set[int] = {self.x}
         self._log_members = set(log.members)
         self._grow(whole)
@@ -81,7 +83,7 @@ class LossRegion:
         seen: set[int] = set()
         while queue and len(self.members) < MEMBERS:
             position = heapq.heappop(queue)
-            if position in seen:
+            if position in seen or position in self.ignored:
                 continue
             seen.add(position)
             node = self.graph.nodes[position]
@@ -92,7 +94,7 @@ class LossRegion:
                 continue
             for c in self.graph.consumers(position):
                 heapq.heappush(queue, c)
-            if not whole and self._is_exit(node.outputs[0], set(queue) - seen):
+            if not whole and self._is_exit(node.outputs[0], set(queue) - seen - self.ignored):
                 self.exit = position
                 return
 
@@ -122,9 +124,9 @@ class LossRegion:
 
     def _note_inexact(self, node: Node) -> None:
         form = self.log.forms.get(node.inputs[0])
-        if node.op == "log" and form is not None and form.domain == EXP and form.slope:
-            self.inexact.add(node.outputs[0])
-        elif any(v in self.inexact for v in node.inputs):
+        if (node.op == "log" and form is not None and form.domain == EXP and form.slope) or any(
+            v in self.inexact for v in node.inputs
+        ):
             self.inexact.add(node.outputs[0])
 
     # -- kinds ------------------------------------------------------------------------------------------
@@ -138,10 +140,9 @@ class LossRegion:
 
     def _may_leave(self, form: Form, note: bool = False) -> bool:
         """Whether a form can be told from the log-sum-exp and x: nothing of the maximum alone is left in it."""
-        for term in form.terms:
-            if term == ONE:
-                continue
-            kind = term[0] if isinstance(term, tuple) else None
+        terms: list[Any] = [term for term in form.terms if term != ONE]
+        for term in terms:
+            kind = term[0]
             if kind == "value" and term[1] not in self.depends and not self.graph.values[term[1]].aval.ndim:
                 continue
             code = "depends_on_max" if kind == "max" else "several_softmaxes" if kind == "log_sum" else None

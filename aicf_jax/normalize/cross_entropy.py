@@ -70,35 +70,43 @@ def _apply(graph: Graph) -> dict[int, Node]:
     near: dict[int, Node] = {}
     for seed, axis in seeds(graph):
         for log in regions(graph, seed, axis):
-            region = LossRegion(log)
-            code = _code(region)
+            region, foreign = LossRegion(log), ()
+            if region.exit is None and region.foreign:
+                foreign = tuple(region.foreign)
+                spoiled, region = region.deepest, LossRegion(log, ignored=frozenset(p for p, _ in foreign))
+                region.deepest = spoiled
+            code = _code(region, foreign)
             if region.exit is not None and code is None:
                 found.update([_node(region)])
                 break
-            if code is not None and (region.exit is not None or region.deepest is not None):
-                first = min(graph.users(log.x))
-                near.setdefault(first, almost(graph.nodes[first], code))
+            if code is not None:
+                # What a softmax will cover loses the mark: there it is the place where the loss ends.
+                for p in (min(graph.users(log.x)), *(p for p, _ in foreign[-1:])):
+                    near.setdefault(p, almost(graph.nodes[p], code))
     covered = {c for node in found.values() for c in node.covers}
     return {**{p: n for p, n in near.items() if covered.isdisjoint(n.covers)}, **found}
 
 
-def _code(region: LossRegion) -> str | None:
+def _code(region: LossRegion, foreign: tuple[tuple[int, int], ...]) -> str | None:
     graph = region.graph
     ours = {region.x, *(v for p in region.members if p != region.exit for v in graph.nodes[p].outputs)}
     if region.exit is None:
-        return region.deepest if region.foreign else None
+        of_labels = region.picks or region.sums or region.deepest in ("rows_summed", "log_of_softmax")
+        return region.deepest if foreign and of_labels else None
     code = shift_code(region.log, [p for p in region.members if p in region.log.members])
     if code is not None:
         return code
     if region.x in graph.escaping:
         return "logits_returned"
-    if any(v == region.x for _, v in region.foreign):
+    if any(v == region.x for _, v in foreign):
         return "logits_reused"
-    return "log_probs_reused" if region.foreign or not graph.escaping.isdisjoint(ours) else None
+    return "log_probs_reused" if foreign or not graph.escaping.isdisjoint(ours) else None
 
 
 def almost(node: Node, code: str) -> Node:
     """A node as it is, marked as the first of what is almost a cross entropy."""
+    if node.flags & OpFlags.IS_NEAR_CROSS_ENTROPY:
+        return node
     expected, found = NEAR_MISSES[code]
     attrs = (*node.attrs, ("code", code), ("expected", expected), ("found", found))
     return dataclasses.replace(node, flags=node.flags | OpFlags.IS_NEAR_CROSS_ENTROPY, attrs=attrs)
@@ -150,7 +158,7 @@ def _total(graph: Graph, start: int, inside: dict[int, None]) -> int:
         if node.op == "reduce_sum" and graph.values[node.outputs[0]].aval.shape == ():
             inside.update(dict.fromkeys(way))
             return position
-        if node.op not in POINTWISE and node.op not in _ROW_LAYOUT or _size(graph, position) > _size(graph, start):
+        if (node.op not in POINTWISE and node.op not in _ROW_LAYOUT) or _size(graph, position) > _size(graph, start):
             return start
     return start
 

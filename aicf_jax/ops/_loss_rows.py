@@ -50,7 +50,7 @@ class Rows:
         return wide(x, keep if keeps else ~keep)
 
     def maximum(self, x: Any) -> Any:
-        """m. The loss does not depend on it, so it has no derivative."""
+        """M. The loss does not depend on it, so it has no derivative."""
         return jax.lax.stop_gradient(jnp.max(self._masked(x), axis=self.region.axis))
 
     def total(self, x: Any, m: Any, again: bool = False) -> Any:

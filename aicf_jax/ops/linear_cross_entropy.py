@@ -3,7 +3,7 @@
 f is what the program does to the logits (bias, temperature, softcap, masks, casts), g what it makes of the log-sum-exp
 over the vocabulary, of elements at integer labels and of sums with weights (one-hot, soft or smoothed labels): cross
 entropy, label smoothing, z-loss. Both are the user's own equations. h is ``[..., d]``, W ``[d, V]`` or ``[V, d]``; the
-result is one loss a row, or their sum over all rows with the row weights in between, where nothing else uses the losses.
+result is one loss a row, or their sum over all rows, row weights in between, where nothing else uses the losses.
 
 Backward, with m and l of ``sum_j exp(a (x_j - m))`` kept of each row and the cotangents of the numbers of rows::
 
@@ -25,7 +25,7 @@ from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
-from aicf_jax.ops import _loss_programs, _programs
+from aicf_jax.ops import _loss_programs
 from aicf_jax.ops._absorb import absorb
 from aicf_jax.ops._loss_composition import cotangent, input_names, names, save, side_by_side
 from aicf_jax.ops._loss_proof import prove

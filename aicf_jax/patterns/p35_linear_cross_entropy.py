@@ -8,6 +8,7 @@ from aicf_jax.pattern import (
     GEMM,
     LAYOUT,
     NEAR_CROSS_ENTROPY,
+    SOFTMAX,
     NearMiss,
     Pattern,
     shared,
@@ -23,6 +24,6 @@ PATTERN = Pattern(
     rewrite=ops.linear_cross_entropy,
     near_misses=(
         # The node marked as a near miss says which one it is.
-        NearMiss("almost_cross_entropy", (shared(GEMM), star(shared(_LOGITS)), shared(NEAR_CROSS_ENTROPY))),
+        NearMiss("almost_cross_entropy", (shared(GEMM), star(shared(_LOGITS | SOFTMAX)), shared(NEAR_CROSS_ENTROPY))),
     ),
 )

@@ -10,10 +10,13 @@ import jax.test_util
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import aicf_jax
 from aicf_jax.ops import _loss_programs
+from experiments.benchmarks.attention import gpt
 from tests.linear_cross_entropy.spellings import CLASSES, SPELLINGS, TOTALS, by_optax, smoothed, totalled, with_z_loss
+from tests.support import quick_jit
 
 RAISE = aicf_jax.Policy(on_failure="raise")
 KERNEL = "streamed_linear_cross_entropy"
@@ -54,16 +57,19 @@ def weighted(f):
 
 
 def gradients(f, args, argnums=(0, 1)):
-    return jax.jit(jax.value_and_grad(weighted(f), argnums=argnums))(*args)
+    return quick_jit(jax.value_and_grad(weighted(f), argnums=argnums))(*args)
 
 
 def assert_close(found, expected, dtype=None, terms=64):
-    """Two sums of products of 5, 37 or 48 terms in another order: each is off by at most `terms` roundings."""
+    """Sums of 5, 37 or 48 products in another order: each is off by at most `terms` roundings of its largest term.
+
+    Losses are about 4, and weighted sums of them up to 8 before they cancel.
+    """
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         roundoff = float(jnp.finfo(dtype or b.dtype).eps) / 2
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        scale = max(1.0, float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))))
+        scale = max(8.0, float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))))
         np.testing.assert_allclose(a, b, rtol=0, atol=2 * terms * roundoff * scale)
 
 
@@ -86,9 +92,7 @@ def test_every_spelling_is_one_streamed_operation(name):
 def test_values_and_gradients_of_rows_and_of_their_mean(name):
     for f in (head(SPELLINGS[name]), head(totalled(SPELLINGS[name]))):
         args = (H, W, LABELS)
-        fused = aicf_jax.fuse(f, policy=RAISE)
-        assert_close(fused(*args), f(*args))
-        assert_close(gradients(fused, args), gradients(f, args))
+        assert_close(gradients(aicf_jax.fuse(f, policy=RAISE), args), gradients(f, args))
 
 
 @pytest.mark.parametrize("name", rest_slow(TOTALS, {"padded mean"}))
@@ -162,9 +166,9 @@ def test_precisions_against_float64(loss, dtype):
             return f(h @ w, LABELS)
 
         assert only(aicf_jax.explain(g, *args)).kernel == KERNEL
-        exact = jax.value_and_grad(g, (0, 1))(*(x.astype("float64") for x in args))
-        found = jax.jit(jax.value_and_grad(aicf_jax.fuse(g, policy=RAISE), (0, 1)))(*args)
-        unfused = jax.jit(jax.value_and_grad(g, (0, 1)))(*args)
+        exact = quick_jit(jax.value_and_grad(g, (0, 1)))(*(x.astype("float64") for x in args))
+        found = quick_jit(jax.value_and_grad(aicf_jax.fuse(g, policy=RAISE), (0, 1)))(*args)
+        unfused = quick_jit(jax.value_and_grad(g, (0, 1)))(*args)
         for a, b, c in zip(*map(jax.tree.leaves, (found, exact, unfused)), strict=True):
             assert a.dtype == c.dtype
             # Logits, products and results are rounded to the type: five roundings of the largest value, and 64 of
@@ -190,13 +194,12 @@ def test_infinite_and_huge_logits_give_what_the_unfused_program_gives(name):
     x, labels = special_logits(), jnp.asarray([3, 1, 5, 0, 2, 1, 1, 1, 0, 1, 2, 3], jnp.int32)
     loss = SPELLINGS[name]
 
-    def f(eye, x):
-        return loss(jnp.einsum("ik,kj->ij", eye, x), labels)
+    # A product for each row: an infinite logit times 0 would spoil the others.
+    def f(row, label):
+        return loss(jnp.ones((2, 1)) @ row[None], jnp.stack([label, label]))
 
-    # Rows of one input each: an infinite logit times 0 would spoil the others.
-    rows = jax.vmap(lambda row, label: aicf_jax.fuse(lambda r: loss(jnp.ones((1, 1)) @ r[None], label[None])[0])(row))
-    expected = jax.vmap(lambda row, label: loss(jnp.ones((1, 1)) @ row[None], label[None])[0])
-    found, want = rows(x, labels), expected(x, labels)
+    assert only(aicf_jax.explain(f, x[0], labels[0])).kernel == KERNEL
+    found, want = (quick_jit(jax.vmap(g))(x, labels) for g in (aicf_jax.fuse(f, policy=RAISE), f))
     np.testing.assert_array_equal(jnp.isnan(found), jnp.isnan(want))
     np.testing.assert_array_equal(jnp.isinf(found), jnp.isinf(want))
     good = jnp.isfinite(want)
@@ -224,14 +227,15 @@ def test_odd_vocabularies(classes):
     ("code", "args"),
     [
         ("one_class", (H, W[:, :1], jnp.zeros_like(LABELS))),
-        ("empty", (H[:0], W, LABELS[:0])),
+        (None, (H[:0], W, LABELS[:0])),
         ("empty", (H[..., :0], W[:0], LABELS)),
     ],
 )
 def test_edge_shapes_are_left_as_written(code, args):
     f = head(by_optax)
     report = aicf_jax.explain(f, *args)
-    assert report.count("linear_cross_entropy") == 0 and code in [r.code for r in report.refusals]
+    assert report.count("linear_cross_entropy") == 0
+    assert [r.code for r in report.refusals] == ([] if code is None else [code])
     np.testing.assert_array_equal(aicf_jax.fuse(f)(*args), f(*args))
 
 
@@ -293,7 +297,7 @@ def test_transformations(name, total):
     if name == "vmap over weights":
         args = (H, jnp.stack([W, 2 * W]), LABELS)
     run = TRANSFORMS[name]
-    assert_close(jax.jit(run(aicf_jax.fuse(f, policy=RAISE)))(*args), jax.jit(run(f))(*args), terms=256)
+    assert_close(quick_jit(run(aicf_jax.fuse(f, policy=RAISE)))(*args), quick_jit(run(f))(*args), terms=256)
 
 
 @pytest.mark.slow
@@ -339,3 +343,42 @@ def test_rows_are_computed_again_only_where_that_is_cheaper_or_the_logits_are_to
     monkeypatch.setattr(_loss_programs, "TOO_LARGE", 1)
     aicf_jax.clear_caches()
     assert only(aicf_jax.explain(head(by_optax), h, w, labels)).kernel == KERNEL
+
+
+# -- models -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_with_its_loss():
+    stack = gpt.Stack(layers=1, width=16, heads=2, length=24, vocabulary=CLASSES, batch=2)
+    loss, args = gpt.build(stack, 0)
+    assert only(aicf_jax.explain(loss, *args)).kernel == KERNEL
+    found, want = (quick_jit(jax.value_and_grad(f))(*args) for f in (aicf_jax.fuse(loss, policy=RAISE), loss))
+    tolerance = gpt.stack_tolerance(stack)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+def test_linen_tied_weights_and_an_nnx_head():
+    embed = linen.Embed(CLASSES, 5)
+    variables = embed.init(jax.random.key(0), LABELS)
+
+    def tied(variables, h, labels):
+        return by_optax(embed.apply(variables, h, method="attend"), labels).mean()
+
+    definition, state = nnx.split(nnx.Linear(5, CLASSES, rngs=nnx.Rngs(0)))
+
+    def by_nnx(state, h, labels):
+        return by_optax(nnx.merge(definition, state)(h), labels).mean()
+
+    for f, parameters in ((tied, variables), (by_nnx, state)):
+        assert only(aicf_jax.explain(f, parameters, H, LABELS)).kernel == KERNEL
+        found, want = (quick_jit(jax.value_and_grad(g))(parameters, H, LABELS) for g in (aicf_jax.fuse(f), f))
+        assert_close(jax.tree.leaves(found), jax.tree.leaves(want))
+
+
+def test_explain(golden):
+    h, w = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((8, 100), "float32")
+    labels = jax.ShapeDtypeStruct((64,), "int32")
+    for name, loss in (("total", totalled(by_optax)), ("rows", smoothed)):
+        fusion = only(aicf_jax.explain(head(loss), h, w, labels))
+        golden(f"{fusion.backward}\n\n{fusion.program}\n\n{fusion.backward_program}\n", name)
