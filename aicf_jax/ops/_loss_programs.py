@@ -1,8 +1,8 @@
 """Memory flow programs of linear cross entropy: what is whole, what is cut in blocks, what they cost.
 
-Streams over the vocabulary keep all rows on chip: a block of logits is ``rows x block``, arrays may be sharded along
-rows, and W is read once. Where gradients are computed in the forward, the log-sum-exp of a row must be known before
-its gradient: there the stream goes over blocks of rows, which have the whole vocabulary.
+Streams over the vocabulary keep all rows on chip: a block of logits is ``rows x block``, and W is read once. Where
+gradients are computed in the forward, the log-sum-exp of a row must be known before its gradient: there the stream goes
+over blocks of rows, which have the whole vocabulary.
 """
 
 from __future__ import annotations

@@ -367,6 +367,7 @@ def test_a_gpt_with_its_loss():
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(jnp.max(jnp.abs(b)))))
 
 
+@pytest.mark.slow
 def test_linen_tied_weights_and_an_nnx_head():
     embed = linen.Embed(CLASSES, 5)
     variables = embed.init(jax.random.key(0), LABELS)
