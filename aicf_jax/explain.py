@@ -101,7 +101,8 @@ def _fusion(fused: Fused, context: Context) -> Fusion:
     cost = cost_of(op)
     platform = _platform(context.policy)
     wanted = tuple(i for i, a in enumerate(op.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact))
-    backward = backward_program(op, wanted)
+    # What is part of a backward already has none to show: it is differentiated as its equations.
+    backward = None if any(s.role in ("gradient", "opaque") for s in op.steps) else backward_program(op, wanted)
     return Fusion(
         op=op.semantic.name,
         pattern=op.pattern,
@@ -115,9 +116,11 @@ def _fusion(fused: Fused, context: Context) -> Fusion:
         bytes_after=cost.bytes_after,
         launches_before=cost.launches_before,
         launches_after=cost.launches_after,
-        backward=backward_text(backward),
+        backward=backward_text(backward) if backward is not None else "",
         program=program_text(op, platform),
-        backward_program=program_text(backward.op, platform) if backward.op is not None else "",
+        backward_program=program_text(backward.op, platform)
+        if backward is not None and backward.op is not None
+        else "",
         rewrite=fused.rewrite,
         bound=bound_of(op),
     )

@@ -28,7 +28,7 @@ from aicf_jax.errors import FuseError
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from aicf_jax.policy import TARGETS
-from aicf_jax.select import check_results, is_left_to_xla, kernel_for
+from aicf_jax.select import check_results, is_left_to_xla, kernel_for, results_of
 
 fused_p = _compat.new_primitive("fused", multiple_results=True)
 tangent_p = _compat.new_primitive("fused_tangent", multiple_results=True)
@@ -49,7 +49,7 @@ def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str |
                 found, kept = kernel.save(op, *inputs)
                 out, saved = list(found), list(kept)
             else:
-                out = list(kernel.run(op, *inputs))
+                out = results_of(kernel, op, inputs)
             check_results(op, kernel, out)
         except Exception as error:
             if op.context.policy.on_failure == "raise":

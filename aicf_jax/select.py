@@ -121,7 +121,9 @@ def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
     """
     try:
         check_results(
-            op, kernel, _compat.abstract_result(lambda *xs: kernel.run(op, *xs), *map(_compat.plain_aval, op.in_avals))
+            op,
+            kernel,
+            _compat.abstract_result(lambda *xs: results_of(kernel, op, xs), *map(_compat.plain_aval, op.in_avals)),
         )
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
@@ -131,6 +133,15 @@ def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
         detail = f"kernel {kernel.name} failed while it was tried on this {op.semantic.name}"
         return Refusal(pattern, "select", "kernel_failed", detail, "a kernel that can be traced", found, op.site)
     return None
+
+
+def results_of(kernel: Kernel, op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
+    """What a kernel returns. Raises TypeError unless that is a tuple: an array would pass for one, row by row."""
+    out = kernel.run(op, *inputs)
+    if not isinstance(out, tuple | list):
+        expected = f"a tuple with one array for each of {len(op.results)} result(s)"
+        raise TypeError(f"kernel {kernel.name}: expected {expected}, found {type(out).__name__}; return (y,)")
+    return list(out)
 
 
 def check_results(op: FusedOp, kernel: Kernel, out: Sequence[Any]) -> None:

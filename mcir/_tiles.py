@@ -108,7 +108,7 @@ class Tiles:
         letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
         terms = ["".join(letters[a] for a in t.axes) for t in types]
         formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
-        parts = () if precision is None else tuple(jax.lax.Precision[p] for p in precision.split("/"))
+        parts = () if precision is None else tuple(map(_precision, precision.split("/")))
         chosen: Any = parts if len(parts) > 1 else parts[0] if parts else None
         return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
 
@@ -125,6 +125,12 @@ class Tiles:
             index = self._aligned(self._indices(name, scope).astype(jnp.uint32), (name,), s.type.axes)
             flat = flat + index * np.uint32(stride)
         return random_bits(scope.values[s.args[0]], flat)
+
+
+def _precision(name: str) -> Any:
+    """A precision of one operand, or an algorithm for both, as `jax.nn.dot_product_attention` asks for."""
+    members = jax.lax.Precision.__members__
+    return members[name] if name in members else jax.lax.DotAlgorithmPreset[name]
 
 
 def flat(body: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from jax.experimental.jet import jet
 
 import aicf_jax
 from aicf_jax import FuseError, fuse
+from aicf_jax.kernels import ANY, Kernel
 
 X = jnp.arange(12.0).reshape(3, 4) / 10
 W, B = jnp.full((4, 5), 0.3), jnp.arange(5.0)
@@ -326,3 +327,27 @@ def test_a_call_with_an_argument_it_does_not_use():
 
     x = jnp.arange(3.0)
     assert jnp.array_equal(aicf_jax.fuse(f)(x), f(x))
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jnp.tanh], ids=lambda f: f.__name__)
+def test_a_step_that_holds_the_gradient_of_a_fused_function_is_explained(activation):
+    fused = aicf_jax.fuse(lambda x, w, b: activation(x @ w + b))
+
+    def step(x, w, b):
+        return jax.grad(lambda p: fused(*p).sum())((x, w, b))
+
+    report = aicf_jax.explain(step, jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6))
+    assert report.failure is None and report.count("gemm_epilogue_grad") == 1
+
+
+def test_a_kernel_that_returns_an_array_and_no_tuple_is_refused():
+    names = "activation has_bias bias_along batched trans_a trans_b operand_dtypes output_dtype product_dtype precision"
+    capabilities = dict.fromkeys([*names.split(), "steps"], ANY)
+    bare = Kernel("bare", "gemm_epilogue", ("cpu",), capabilities, lambda op, *xs: op.reference(*xs)[0])
+    args = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
+    report = aicf_jax.explain(lambda x, w, b: jax.nn.relu(x @ w + b), *args, kernels=(bare,))
+    assert [f.kernel for f in report.fusions] == ["xla"]
+    (refusal,) = report.refusals
+    assert (
+        refusal.code == "kernel_failed" and "expected a tuple with one array for each of 1 result(s)" in refusal.found
+    )

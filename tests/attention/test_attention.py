@@ -338,3 +338,20 @@ def test_explain(golden):
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), "float32")
     (fusion,) = aicf_jax.explain(causal, x, x, x).fusions
     golden(f"{fusion.backward}\n\n{fusion.program}\n\n{fusion.backward_program}\n")
+
+
+def test_products_with_an_algorithm_for_both_operands():
+    """`jax.nn.dot_product_attention` asks for BF16_BF16_F32 where its operands are bfloat16."""
+    q, k, v = (normal(i, 1, 20, 2, 8).astype(jnp.bfloat16) for i in range(3))
+
+    def f(q, k, v):
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32) ** 2)
+
+    (fusion,) = aicf_jax.explain(f, q, k, v).fusions
+    assert fusion.kernel == "streamed_attention"
+    for found, want in zip(
+        jax.grad(aicf_jax.fuse(f), (0, 1, 2))(q, k, v), jax.grad(f, (0, 1, 2))(q, k, v), strict=True
+    ):
+        # weights, products and results are rounded to bfloat16 in both, some eight times
+        close = jnp.abs(found.astype(jnp.float32) - want.astype(jnp.float32)) <= 8 * 2**-8 * jnp.abs(want).max()
+        assert bool(close.all())
