@@ -361,3 +361,20 @@ def test_bitwise_policy_rewrites_nothing_and_says_so():
     report = aicf_jax.explain(f, *ARGS, policy=aicf_jax.Policy(numerics="bitwise"))
     assert report.fusions == ()
     assert {r.code for r in report.refusals if r.pattern == "glu"} == {"numerics"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+@pytest.mark.parametrize("side", ["gate", "up", "up first"])
+def test_a_side_that_passes_through_integers_is_refused(side, dtype):
+    """Whichever side the chain comes through, and the derivative of the other is asked for."""
+
+    def f(x, w, v):
+        g, u = x @ w, x @ v
+        if side == "gate":
+            return jax.nn.silu(g.astype(dtype).astype(x.dtype)) * u
+        u = u.astype(dtype).astype(x.dtype)
+        return u * jax.nn.silu(g) if side == "up first" else jax.nn.silu(g) * u
+
+    report = aicf_jax.explain(f, X, W, V)
+    assert report.count("glu") == 0
+    assert {r.code for r in report.refusals if r.pattern == "glu"} == {"dtype"}
