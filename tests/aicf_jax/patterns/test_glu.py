@@ -270,6 +270,18 @@ def split_along_the_rows(x, w, v, b, c, h, d):
     return jax.nn.silu(p[:3]) * p[3:]
 
 
+def features_first(x, w, v, b, c, h, d):
+    return jax.nn.silu((x @ w).T) * (x @ v).T
+
+
+def rows_and_features_in_one_dimension(x, w, v, b, c, h, d):
+    return jax.nn.silu((x @ w).reshape(-1)) * (x @ v).reshape(-1)
+
+
+def one_gate_for_all_features(x, w, v, b, c, h, d):
+    return jax.nn.sigmoid(x @ w[:, :1]) * (x @ v)
+
+
 def one_side_transposed(x, w, v, b, c, h, d):
     return jax.nn.silu(x @ w) * (x @ v).T
 
@@ -291,6 +303,9 @@ NEAR_MISSES = {
     same_half_twice: "same_half_twice",
     same_projection_twice: "same_half_twice",
     split_along_the_rows: "split_axis",
+    features_first: "features_not_last",
+    rows_and_features_in_one_dimension: "features_not_last",
+    one_gate_for_all_features: "different_shapes",
     one_side_transposed: "different_layouts",
 }
 
