@@ -49,3 +49,38 @@ class ComputationGraph:
     values: tuple[Value, ...]
     views: dict[int, View]
     outputs: tuple[tuple[int, View], ...]
+
+
+def split(graph: ComputationGraph, axis: str, major: int) -> ComputationGraph:
+    """The graph with one axis as two, the first of size `major`: blocks of the second take elements from everywhere.
+
+    Raises ValueError where `major` does not divide the axis, or a value depends on the position along it.
+    """
+    size = graph.axes[axis]
+    if size % major:
+        raise ValueError(f"split: expected a divisor of {axis}, of size {size}, found {major}")
+    if any(axis in v.axes or axis in v.param("axes", ()) for v in graph.values if v.op in ("iota", "bits")):
+        raise ValueError(f"split: expected an axis without positions, found positions along {axis}")
+    parts = [f"{axis}{letter}" for letter in ("_major", "_minor")]
+
+    def split_names(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(new for a in names for new in (parts if a == axis else (a,)))
+
+    def split_view(view: View) -> View:
+        return View(view.shape, tuple(map(split_names, view.dims)))
+
+    axes = {
+        new: n
+        for a, s in graph.axes.items()
+        for new, n in ({parts[0]: major, parts[1]: size // major} if a == axis else {a: s}).items()
+    }
+    values = [
+        dataclasses.replace(
+            v,
+            axes=split_names(v.axes),
+            params=tuple((k, split_names(p) if k == "over" else p) for k, p in v.params),
+        )
+        for v in graph.values
+    ]
+    views = {i: split_view(view) for i, view in graph.views.items()}
+    return ComputationGraph(axes, tuple(values), views, tuple((v, split_view(view)) for v, view in graph.outputs))

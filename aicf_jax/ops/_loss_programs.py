@@ -1,14 +1,15 @@
 """Memory flow programs of linear cross entropy: what is whole, what is cut in blocks, what they cost.
 
-Streams over the vocabulary keep all rows on chip: a block of logits is ``rows x block``, arrays may be sharded along
-rows, and W is read once. Where gradients are computed in the forward, the log-sum-exp of a row must be known before
-its gradient: there the stream goes over blocks of rows, which have the whole vocabulary.
+Streams over the vocabulary keep all rows on chip: a block of logits is ``rows x block``, and W is read once. Where
+gradients are computed in the forward, the log-sum-exp of a row must be known before its gradient: there the stream goes
+over blocks of rows, which have the whole vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import mcir
@@ -18,12 +19,15 @@ from aicf_jax.ops import _programs
 from aicf_jax.ops._loss_composition import input_names, kept_gradients, logits_aval, names, places, results, save
 from aicf_jax.ops._semantic import FusedOp, nbytes
 from mcir.derive import Derived, from_graph
+from mcir.graph import split
 from mcir.lower_jax import lower
 
 #: Of a block of logits.
 BLOCK_BYTES = 16 * 2**20
 #: Blocks have no fewer rows or classes than this: a product of few is slow.
 LEAST_ROWS, LEAST_CLASSES = 128, 128
+#: One axis of rows may be sharded over so many devices without being moved.
+SHARDS = 32
 #: Logits of at least this size are never computed whole, also where that would be faster.
 TOO_LARGE = 2**30
 
@@ -49,7 +53,11 @@ def forward_saving(op: FusedOp) -> Derived:
         return [*out, *saved]
 
     graph = mcir.trace(f, *map(_compat.plain_aval, op.in_avals))
-    whole = frozenset(_vocabulary(op, graph)) if kept_gradients(op) else frozenset()
+    if not kept_gradients(op):
+        return from_graph(graph, "linear_cross_entropy", _names(op), ("loss", *names(op)[1:]))
+    graph = _spread(graph, frozenset(_vocabulary(op, graph)))
+    # Of batch and positions only positions are cut: arrays that are sharded over the batch stay where they are.
+    whole = frozenset(_vocabulary(op, graph)) | frozenset(_rows(graph, _vocabulary(op, graph))[:-1])
     return from_graph(graph, "linear_cross_entropy", _names(op), ("loss", *names(op)[1:]), whole)
 
 
@@ -60,6 +68,22 @@ def backward(op: FusedOp) -> Derived:
     given = [{"Y": "loss", "dY": "dloss"}.get(n, n.lower()) for n in op.input_names]
     made = [n[0] + n[1:].lower() for n in op.result_names]
     return from_graph(graph, "linear_cross_entropy_backward", given, made)
+
+
+def _spread(graph: Any, vocabulary: frozenset[str]) -> Any:
+    """Rows that are one axis as two, so that blocks of rows take some of every part of an array that is sharded."""
+    rows = _rows(graph, vocabulary)
+    if len(rows) != 1:
+        return graph
+    size = graph.axes[rows[0]]
+    major = min(size & -size, SHARDS)  # the largest power of two that divides it
+    return split(graph, rows[0], major) if major > 1 and major * major <= size else graph
+
+
+def _rows(graph: Any, vocabulary: Collection[str]) -> list[str]:
+    """Axes of the logits besides the vocabulary, major first."""
+    logits = max(graph.values, key=lambda v: math.prod(graph.axes[a] for a in v.axes))
+    return [a for a in logits.axes if a not in vocabulary]
 
 
 def _vocabulary(op: FusedOp, graph: Any) -> set[str]:
@@ -80,8 +104,11 @@ def scheduled(make: Any, op: FusedOp) -> mcir.Program:
     by_rows = make is forward_saving and bool(kept_gradients(op))
     cut = rows[::-1] if by_rows else vocabulary
     blocks = {a: sizes[a] for a in looped}
-    elements = math.prod(sizes[a] for a in (vocabulary if by_rows else rows))
-    left = block(elements, LEAST_ROWS if by_rows else LEAST_CLASSES)
+    if by_rows:
+        beside = math.prod(sizes[a] for a in program.buffer("m").type.axes if a not in looped)
+        left = block(beside * math.prod(sizes[a] for a in vocabulary), max(1, LEAST_ROWS // beside))
+    else:
+        left = block(math.prod(sizes[a] for a in rows), LEAST_CLASSES)
     for a in cut:
         if a in blocks:
             blocks[a] = min(sizes[a], left)

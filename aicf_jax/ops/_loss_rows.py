@@ -102,7 +102,9 @@ class Rows:
         weight = None if found.other is None else self._beside(found, len(order))
         left = [d for d in order if d != self.region.axis]
         out = []
-        for base in (x, jnp.ones(x.shape, x.dtype)):
+        # Ones beside x: a sum over an axis of its own would be a pass of its own.
+        beside = jax.lax.broadcasted_iota("int32", x.shape, k) >= 0
+        for base in (x, jnp.where(beside, jnp.ones((), x.dtype), jax.lax.stop_gradient(x))):
             w = self._linear(found.operand, found.base, base)
             w = w if weight is None else w * weight.astype(w.dtype)
             out.append(jnp.sum(w, axis=k).transpose([left.index(d) for d in sorted(left)]))

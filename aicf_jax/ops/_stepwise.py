@@ -6,6 +6,7 @@ their own. A few slots are kept; all others are computed again from the inputs a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +19,18 @@ from aicf_jax.ops._semantic import Composite, FusedOp, Step
 Kept = Callable[[FusedOp], Sequence[int]]
 
 
-def stepwise(gradient: str, kept: Kept, names: tuple[str, ...]) -> Composite:
-    """A `Composite` that keeps the slots `kept` gives, which prints call `names`."""
+@dataclasses.dataclass(frozen=True)
+class _Stepwise:
+    """`Composite.save` and `Composite.cotangent` of operations that keep these slots."""
 
-    def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    kept: Kept
+
+    def save(self, op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         slots = op.evaluate(inputs)
-        return [slots[s] for s in op.results], [slots[s] for s in kept(op)]
+        return [slots[s] for s in op.results], [slots[s] for s in self.kept(op)]
 
     def cotangent(
+        self,
         op: FusedOp,
         inputs: Sequence[Any],
         results: Sequence[Any],
@@ -33,10 +38,14 @@ def stepwise(gradient: str, kept: Kept, names: tuple[str, ...]) -> Composite:
         cts: Sequence[Any],
         wanted: Sequence[int],
     ) -> list[Any]:
-        values = _Values(op, inputs, dict(zip((*kept(op), *op.results), (*saved, *results), strict=True)))
+        values = _Values(op, inputs, dict(zip((*self.kept(op), *op.results), (*saved, *results), strict=True)))
         return _cotangents(op, values, cts, wanted)
 
-    return Composite(save, cotangent, gradient, ("Y", *names))
+
+def stepwise(gradient: str, kept: Kept, names: tuple[str, ...]) -> Composite:
+    """A `Composite` that keeps the slots `kept` gives, which prints call `names`."""
+    steps = _Stepwise(kept)
+    return Composite(steps.save, steps.cotangent, gradient, ("Y", *names))
 
 
 def result_slots(op: FusedOp) -> list[range]:

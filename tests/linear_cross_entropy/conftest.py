@@ -18,5 +18,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_loss_programs, "BLOCK_BYTES", 0)
     monkeypatch.setattr(_loss_programs, "LEAST_ROWS", 8)
     monkeypatch.setattr(_loss_programs, "LEAST_CLASSES", 8)
+    monkeypatch.setattr(_loss_programs, "SHARDS", 4)
     yield
     aicf_jax.clear_caches()

@@ -22,7 +22,7 @@ RAISE = aicf_jax.Policy(on_failure="raise")
 KERNEL = "streamed_linear_cross_entropy"
 
 #: Compiled twice each: all but these are slow tests.
-QUICK = {"by_optax", "one_hot", "flat_rows", "log_of_softmax_at_label", "smoothed_by_hand", "with_z_loss", "softcapped"}
+QUICK = {"by_optax", "log_of_softmax_at_label", "smoothed_by_hand"}
 
 
 def rest_slow(names, quick=QUICK):
@@ -105,7 +105,7 @@ def test_totals(name):
 
 def test_gradients_of_the_mean_are_computed_in_the_forward_and_those_of_rows_again():
     total, rows = (only(aicf_jax.explain(head(f), H, W, LABELS)) for f in (totalled(by_optax), by_optax))
-    assert "unit_dW" in total.program and total.backward.endswith("kernel xla\nreturn dX, dW")
+    assert "unit_dW" in total.program and "kernel xla\n  dX = mul(unit_dX, dY)" in total.backward
     assert "unit_dW" not in rows.program and KERNEL + "_grad" in rows.backward
     assert total.program.count("dot(") == 3  # once for the value, twice where it is differentiated, and dW's sum
     assert rows.backward_program.count("dot(") == 2
@@ -130,7 +130,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_slow(HEADS, {"tied weights", "a bias"}))
+@pytest.mark.parametrize("name", rest_slow(HEADS, {"a bias"}))
 def test_heads(name):
     f, args = HEADS[name]
     for g in (f, lambda *a: jnp.mean(f(*a))):
@@ -139,6 +139,7 @@ def test_heads(name):
         assert_close(gradients(aicf_jax.fuse(g, policy=RAISE), args, floats), gradients(g, args, floats))
 
 
+@pytest.mark.slow
 def test_soft_labels_have_gradients_too():
     targets = jax.nn.softmax(normal(5, 4, 12, CLASSES))
 
@@ -154,8 +155,10 @@ def test_soft_labels_have_gradients_too():
 # -- numerics ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [by_optax, smoothed, with_z_loss])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "loss", [by_optax, *(pytest.param(f, marks=pytest.mark.slow) for f in (smoothed, with_z_loss))]
+)
+@pytest.mark.parametrize("dtype", rest_slow(["float64", "float32", "bfloat16", "float16"], {"bfloat16"}))
 def test_precisions_against_float64(loss, dtype):
     """No further from the exact result than the unfused program, up to the roundings of results and gradients."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -188,7 +191,10 @@ def special_logits():
     return jnp.asarray(x)
 
 
-@pytest.mark.parametrize("name", ["by_optax", "log_softmax_at_label", "log_of_softmax_at_label", "chosen_by_where"])
+@pytest.mark.parametrize(
+    "name",
+    rest_slow(["by_optax", "log_softmax_at_label", "log_of_softmax_at_label", "chosen_by_where"], {"by_optax"}),
+)
 def test_infinite_and_huge_logits_give_what_the_unfused_program_gives(name):
     """Each logit is one product with 1: it reaches the loss as it is."""
     x, labels = special_logits(), jnp.asarray([3, 1, 5, 0, 2, 1, 1, 1, 0, 1, 2, 3], jnp.int32)
@@ -206,7 +212,9 @@ def test_infinite_and_huge_logits_give_what_the_unfused_program_gives(name):
     np.testing.assert_allclose(found[good], want[good], rtol=64 * float(jnp.finfo("float32").eps))
 
 
-@pytest.mark.parametrize("name", ["by_optax", "clipped_labels", "one_hot", "flat_rows", "per_row"])
+@pytest.mark.parametrize(
+    "name", rest_slow(["by_optax", "clipped_labels", "one_hot", "flat_rows", "per_row"], {"by_optax", "clipped_labels"})
+)
 def test_labels_out_of_bounds(name):
     """NaN, the nearest class, or none, as the program's own gather says; negative labels count from the end."""
     labels = LABELS.at[0, :4].set(jnp.asarray([-1, -CLASSES, CLASSES, 1000]))
@@ -216,7 +224,7 @@ def test_labels_out_of_bounds(name):
     assert_close(jnp.nan_to_num(fused(H, W, labels)), jnp.nan_to_num(f(H, W, labels)))
 
 
-@pytest.mark.parametrize("classes", [2, 7, 8, 9, 33])
+@pytest.mark.parametrize("classes", rest_slow([2, 7, 8, 9, 33], {9}))
 def test_odd_vocabularies(classes):
     args = (H, W[:, :classes], LABELS % classes)
     for f in (head(by_optax), head(totalled(smoothed))):
@@ -247,6 +255,7 @@ def test_bitwise_rewrites_nothing():
     np.testing.assert_array_equal(fused(H, W, LABELS), f(H, W, LABELS))
 
 
+@pytest.mark.slow
 def test_verify_finds_nothing():
     policy = aicf_jax.Policy(verify=True, on_failure="raise")
     for f in (head(by_optax), head(totalled(with_z_loss))):
@@ -289,8 +298,8 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("total", [False, True])
-@pytest.mark.parametrize("name", rest_slow(TRANSFORMS, {"vmap of grad", "jvp", "grad of scan", "remat"}))
+@pytest.mark.parametrize("total", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("name", rest_slow(TRANSFORMS, {"vmap of grad", "grad of scan", "remat"}))
 def test_transformations(name, total):
     f = head(totalled(by_optax) if total else by_optax)
     args = (H, W, LABELS)
@@ -319,7 +328,7 @@ def temporaries(f, rows, classes):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("total", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_temporaries_do_not_grow_with_rows_times_classes(total):
     f = aicf_jax.fuse(head(totalled(by_optax) if total else by_optax), policy=RAISE)
     step = jax.value_and_grad(weighted(f), (0, 1))
@@ -358,6 +367,7 @@ def test_a_gpt_with_its_loss():
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(jnp.max(jnp.abs(b)))))
 
 
+@pytest.mark.slow
 def test_linen_tied_weights_and_an_nnx_head():
     embed = linen.Embed(CLASSES, 5)
     variables = embed.init(jax.random.key(0), LABELS)
