@@ -34,7 +34,7 @@ def check(match: Match, policy: Policy) -> Refusal | None:
 
 
 def _values(match: Match) -> list[Any]:
-    vids = dict.fromkeys(v for n in match.nodes for v in (*n.inputs, *n.outputs))
+    vids = dict.fromkeys(v for n in match.all_nodes for v in (*n.inputs, *n.outputs))
     return [match.graph.values[v] for v in vids if match.graph.values[v].kind != "literal"]
 
 

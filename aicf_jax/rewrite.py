@@ -108,7 +108,7 @@ _LINEAR = frozenset(
 
 
 def _role(graph: Graph, node: Node) -> str:
-    if node.flags & (OpFlags.IS_GEMM_LIKE | OpFlags.IS_CONV | OpFlags.IS_GATE):
+    if node.flags & (OpFlags.IS_GEMM_LIKE | OpFlags.IS_CONV):
         return "bilinear"
     if node.flags & OpFlags.IS_ACTIVATION:
         return "pointwise"

@@ -74,5 +74,6 @@ def _through_reshape(before: tuple[int, ...], after: tuple[int, ...], roles: str
         if len(group) > 1 and len({r for d, r in zip(before[start_i:i], roles[start_i:i], strict=True) if d > 1}) > 1:
             return None
         wide = {r for d, r in zip(before[start_i:i], roles[start_i:i], strict=True) if d > 1} or group or {"m"}
-        new += wide.pop() * (j - start_j)
+        # Of several dimensions of one the features': any would do, but it is the same in every process.
+        new += ("n" if "n" in wide else min(wide)) * (j - start_j)
     return new if len(new) == len(after) else None

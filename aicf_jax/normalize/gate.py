@@ -51,6 +51,11 @@ NEAR_MISSES = {
     "sum_not_product": ("gate and up-projection are multiplied", "gate and up-projection are added"),
     "unequal_parts": ("two halves of one projection", "parts that are no halves"),
     "same_half_twice": ("two projections, or both halves of one", "the same projection, or half of one, twice"),
+    "features_not_last": (
+        "two projections of one value with the features last",
+        "projections with other dimensions last",
+    ),
+    "different_shapes": ("gate and up-projection of one shape", "one of them repeated to the shape of the other"),
     "different_layouts": ("gate and up-projection laid out alike", "one of them transposed or reshaped"),
     "split_axis": ("a projection split along its features", "a projection split along its rows"),
 }
@@ -164,6 +169,8 @@ def _verdict(graph: Graph, position: int, gate: Branch, up: Branch | None, keys:
         if gate.product == up.product
         else _two_projections(graph, gate, up, keys)
     )
+    if code is None and graph.values[gate.vid].aval.shape != graph.values[up.vid].aval.shape:
+        code = "different_shapes"  # a product of arrays repeats dimensions of one
     if code is None and gate.activation is not None and up.activation is not None:
         code = "activation_on_both_sides"
     if node.op == "add":
@@ -190,7 +197,10 @@ def _two_projections(graph: Graph, gate: Branch, up: Branch, keys: Keys) -> str 
         return "different_layouts"
     roles = roles_of(graph, gate.vid if gate.activation is None else gate.activation.inputs[0])
     # The features are the free dimensions of the operand that is not common, and come last.
-    return None if roles is not None and any(roles[-1] == "nm"[i] for i in common) else "different_inputs"
+    if common and roles and any(roles[-1] == "nm"[i] for i in common):
+        return None
+    turned = any(graph.nodes[p].flags & _IS_LAYOUT for p in gate.positions)
+    return "features_not_last" if common and turned else "different_inputs"
 
 
 def _common_operands(graph: Graph, gate: Branch, up: Branch, keys: Keys) -> list[int]:

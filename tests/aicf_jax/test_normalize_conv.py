@@ -30,6 +30,12 @@ def test_roles_follow_layout_changes():
     assert roles_of(graph, graph.results[3]) is None  # a dimension of positions and channels
 
 
+def test_of_dimensions_of_one_the_channels_give_the_role():
+    """Not the first of a set of letters, which is another one in another process."""
+    graph = graph_of(lambda x, w: convolved(x, w).reshape(1), X[:1, :1, :1], W[..., :1])
+    assert roles_of(graph, graph.results[0]) == "n"
+
+
 @pytest.mark.parametrize(
     "norm",
     [normalized, spellings.divided, spellings.folded, spellings.negated, spellings.in_full],

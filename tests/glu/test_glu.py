@@ -309,3 +309,23 @@ def holds(program):
     roundings, dtype = (24, jnp.bfloat16) if program.low else (4 * ROUNDINGS, None)
     got, want = transformed(names, aicf_jax.fuse(program), args), transformed(names, program, args)
     assert_same(got, want, roundings=roundings, dtype=dtype)
+
+
+# -- a gate inside another operation ------------------------------------------------------------------------------
+
+
+def gated_scores(q, k, r, v):
+    return jax.nn.softmax(jax.nn.silu(q @ k.T) * (q @ r.T)) @ v
+
+
+def gated_logits(x, w, v, y):
+    return -jnp.mean(jax.nn.log_softmax(jax.nn.silu(x @ w) * (x @ v))[jnp.arange(4), jnp.argmax(y, 1)])
+
+
+@pytest.mark.parametrize(("f", "op"), [(gated_scores, "attention"), (gated_logits, "linear_cross_entropy")])
+def test_a_gate_may_be_part_of_what_another_operation_does(f, op):
+    """It is a product of elements there, and no product of matrices."""
+    args = tuple(normal(i, 4, 4) for i in range(4))
+    assert aicf_jax.explain(aicf_jax.fuse(f, policy=aicf_jax.Policy(on_failure="raise")), *args).count(op) == 1
+    # Sums of 4 products and of 4 elements, twice, and two functions.
+    assert_fused_same(f, args, FIRST_ORDER, roundings=2 * (8 + 2 * ACTIVATION_ROUNDINGS))

@@ -270,6 +270,18 @@ def split_along_the_rows(x, w, v, b, c, h, d):
     return jax.nn.silu(p[:3]) * p[3:]
 
 
+def features_first(x, w, v, b, c, h, d):
+    return jax.nn.silu((x @ w).T) * (x @ v).T
+
+
+def rows_and_features_in_one_dimension(x, w, v, b, c, h, d):
+    return jax.nn.silu((x @ w).reshape(-1)) * (x @ v).reshape(-1)
+
+
+def one_gate_for_all_features(x, w, v, b, c, h, d):
+    return jax.nn.sigmoid(x @ w[:, :1]) * (x @ v)
+
+
 def one_side_transposed(x, w, v, b, c, h, d):
     return jax.nn.silu(x @ w) * (x @ v).T
 
@@ -291,6 +303,9 @@ NEAR_MISSES = {
     same_half_twice: "same_half_twice",
     same_projection_twice: "same_half_twice",
     split_along_the_rows: "split_axis",
+    features_first: "features_not_last",
+    rows_and_features_in_one_dimension: "features_not_last",
+    one_gate_for_all_features: "different_shapes",
     one_side_transposed: "different_layouts",
 }
 
@@ -361,3 +376,20 @@ def test_bitwise_policy_rewrites_nothing_and_says_so():
     report = aicf_jax.explain(f, *ARGS, policy=aicf_jax.Policy(numerics="bitwise"))
     assert report.fusions == ()
     assert {r.code for r in report.refusals if r.pattern == "glu"} == {"numerics"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+@pytest.mark.parametrize("side", ["gate", "up", "up first"])
+def test_a_side_that_passes_through_integers_is_refused(side, dtype):
+    """Whichever side the chain comes through, and the derivative of the other is asked for."""
+
+    def f(x, w, v):
+        g, u = x @ w, x @ v
+        if side == "gate":
+            return jax.nn.silu(g.astype(dtype).astype(x.dtype)) * u
+        u = u.astype(dtype).astype(x.dtype)
+        return u * jax.nn.silu(g) if side == "up first" else jax.nn.silu(g) * u
+
+    report = aicf_jax.explain(f, X, W, V)
+    assert report.count("glu") == 0
+    assert {r.code for r in report.refusals if r.pattern == "glu"} == {"dtype"}
