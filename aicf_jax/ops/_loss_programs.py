@@ -92,7 +92,9 @@ def scheduled(make: Any, op: FusedOp) -> mcir.Program:
 def _classes(make: Any, op: FusedOp, derived: Derived) -> set[str]:
     """The axis of a program that is the vocabulary: in a backward all that is looped over but the rows of m."""
     if make is backward:
-        rows = next(view for k, view in derived.arguments if k == op.input_names.index("m"))
+        rows = next((view for k, view in derived.arguments if op.input_names[k] == "m"), None)
+        if rows is None:
+            return set()  # gradients that do not rest on the logits
         looped = {a for loops, _ in derived.program.statements() for a in loops}
         return looped - {a for dim in rows.dims for a in dim}
     argument, d = places(op)[0]
