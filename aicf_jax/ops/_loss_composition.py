@@ -9,7 +9,6 @@ Two ways to differentiate, by the shape of the result:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from aicf_jax.normalize._loss_region import LossRegion
 from aicf_jax.ops._attention_composition import evaluate, reads
 from aicf_jax.ops._loss_rows import Rows, count
 from aicf_jax.ops._semantic import FusedOp, Step, nbytes
-
 
 #: What passes a cotangent on to one of its operands and nothing to the others.
 _SELECTIONS = ("select_n", "max", "min", "clamp")
@@ -171,8 +169,8 @@ def _held(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any) -> 
         return ct
     m, l, *taken = saved
     received = jax.vjp(lambda l, taken: rows_of(op, inputs).loss(m, l, taken), l, list(taken))[1](ct)
-    passes = functools.reduce(jnp.logical_or, [jnp.any(x != 0) for x in jax.tree.leaves(received)])
-    return jnp.where(jnp.isfinite(ct) | passes, ct, jnp.zeros_like(ct))
+    passes = sum(jnp.sum(jnp.where(x != 0, 1.0, 0.0)) for x in jax.tree.leaves(received))
+    return jnp.where(jnp.isfinite(ct) | (passes > 0), ct, jnp.zeros_like(ct))
 
 
 def _pull_rows(

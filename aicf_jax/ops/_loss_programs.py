@@ -2,7 +2,8 @@
 
 Streams over the vocabulary keep all rows on chip: a block of logits is ``rows x block``, arrays may be sharded along
 rows, and W is read once. Where gradients are computed in the forward, the log-sum-exp of a row must be known before
-its gradient: there the stream goes over blocks of rows, which have the whole vocabulary.
+its gradient: there the stream goes over blocks of rows, which have the whole vocabulary. Of several axes of rows the
+first one stays whole.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def scheduled(make: Any, op: FusedOp) -> mcir.Program:
     blocks = {a: sizes[a] for a in looped}
     elements = math.prod(sizes[a] for a in (vocabulary if by_rows else rows))
     left = block(elements, LEAST_ROWS if by_rows else LEAST_CLASSES)
+    if by_rows and len(rows) > 1 and 4 * elements * sizes[rows[0]] <= BLOCK_BYTES:
+        # The batch stays whole: arrays that are sharded along it stay so, and each device computes its own rows.
+        cut, left = cut[:-1], max(1, left // sizes[rows[0]])
     for a in cut:
         if a in blocks:
             blocks[a] = min(sizes[a], left)
