@@ -18,9 +18,12 @@ LOG, EXP = "log", "exp"
 ONE = ("one",)
 
 
-def row_max(mask: Hashable) -> Hashable:
-    """The term for the maximum of x along the axis (of what the mask keeps)."""
-    return ("max", mask)
+def row_max(mask: Hashable, stopped: bool = False) -> Hashable:
+    """The term for the maximum of x along the axis (of what the mask keeps).
+
+    One behind stop_gradient does not cancel with one that is differentiated.
+    """
+    return ("max", mask, stopped)
 
 
 def log_sum(slope: float, mask: Hashable) -> Hashable:
@@ -57,7 +60,7 @@ class Form:
 
     def is_shifted(self, tolerance: float) -> bool:
         """``exp(a (x - max x))``: the unnormalized weights."""
-        return self._is_exp_with({row_max(self.mask): -self.slope}, tolerance)
+        return any(self._is_exp_with({row_max(self.mask, s): -self.slope}, tolerance) for s in (False, True))
 
     def _is_exp_with(self, terms: Mapping[Hashable, float], tolerance: float) -> bool:
         if self.domain != EXP or self.slope == 0 or self.terms.keys() != terms.keys():
@@ -74,6 +77,22 @@ class Form:
             if not difference:
                 return sign
         return 0
+
+
+def stopped(form: Form) -> Form | None:
+    """A row constant as a constant of differentiation: only maxima and numbers have such a form."""
+    if form.slope or form.domain != LOG:
+        return None
+    terms: dict[Hashable, float] = {}
+    for term, c in form.terms.items():
+        if term == ONE:
+            terms[term] = c
+        elif isinstance(term, tuple) and term[0] == "max":
+            held = row_max(term[1], stopped=True)
+            terms[held] = terms.get(held, 0.0) + c
+        else:
+            return None
+    return dataclasses.replace(form, terms={t: c for t, c in terms.items() if c})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from aicf_jax.graph import Node
 from aicf_jax.normalize._constants import SAME_VALUE, constant, is_float
-from aicf_jax.normalize._log_forms import EXP, LOG, Form, Guard, combined, log_sum, row_max, scaled, shifted
+from aicf_jax.normalize._log_forms import EXP, LOG, Form, Guard, combined, log_sum, row_max, scaled, shifted, stopped
 from aicf_jax.normalize.bias import unit_reshape
 
 if TYPE_CHECKING:
@@ -73,9 +75,25 @@ def _logarithm(region: LogRegion, node: Node) -> Form | None:
 
 def _same(region: LogRegion, node: Node) -> Form | None:
     form = region.forms.get(node.inputs[0])
+    if node.op == "stop_gradient" and form is not None:
+        # Of x itself: there it stands before a maximum only.
+        return stopped(form) if not form.slope else form if _only_maximum(region, node) else None
+    if form is not None and form.slope == 1 and not form.terms and form.domain == LOG and _rounds(region, node):
+        return None  # x rounded is another value
     if node.op == "abs" and form is not None and form.domain != EXP:
         return None
     return form if is_float(region.graph, node.outputs[0]) else None
+
+
+def _rounds(region: LogRegion, node: Node) -> bool:
+    """Whether a conversion loses digits."""
+    before, after = (region.graph.values[v].aval.dtype for v in (node.inputs[0], node.outputs[0]))
+    return node.op == "convert_element_type" and jnp.promote_types(before, after) != after
+
+
+def _only_maximum(region: LogRegion, node: Node) -> bool:
+    """Whether nothing but maxima are taken of a value."""
+    return all(region.graph.nodes[c].op == "reduce_max" for c in region.graph.users(node.outputs[0]))
 
 
 def _negative(region: LogRegion, node: Node) -> Form | None:
@@ -95,7 +113,9 @@ def _reduction(region: LogRegion, node: Node) -> Form | None:
         return None
     if node.op == "reduce_sum" and form.domain != EXP:
         return None
-    term, c = (row_max(form.mask), form.slope) if form.domain == LOG else (log_sum(form.slope, form.mask), 1.0)
+    position = int(region.graph.producer[node.inputs[0]])
+    held = position >= 0 and region.graph.nodes[position].op == "stop_gradient"
+    term, c = (row_max(form.mask, held), form.slope) if form.domain == LOG else (log_sum(form.slope, form.mask), 1.0)
     terms = {**form.terms, term: form.terms.get(term, 0.0) + c}
     terms = {t: c for t, c in terms.items() if c}
     # Dimensions of one are in place anywhere.
@@ -153,7 +173,7 @@ def _selection(region: LogRegion, node: Node) -> Form | None:
             continue
         guard = region.guard(pred)
         if guard is not None:
-            same = guard.form == form and guard.keeps == keeps and fill == 0
+            same = (stopped(guard.form) or guard.form) == (stopped(form) or form) and guard.keeps == keeps and fill == 0
             return dataclasses.replace(form, guarded=form.guarded or guard.guarded) if same else None
         return _masked(form, (region.mask(pred), keeps, form.dims), fill)
     return None

@@ -217,6 +217,8 @@ class LossRegion:
         graph = self.graph
         if graph.values[node.outputs[0]].aval.shape != graph.values[vid].aval.shape:
             return False
+        if node.op == "stop_gradient":
+            return False
         if node.op in ("mul", "neg", *SAME_VALUE):
             return node.inputs.count(vid) == 1 and is_float(graph, node.outputs[0])
         if node.op == "div":

@@ -114,6 +114,7 @@ def _candidates(graph: Graph, vid: int) -> Iterator[list[int]]:
         is_square = node is not None and (
             node.op == "square"
             or (node.op == "integer_pow" and graph.eqn(node.covers[0]).params["y"] == 2)
+            or (node.op == "pow" and (number(graph, node.inputs[1]) or (0.0,))[0] == 2)
             or (node.op == "mul" and node.inputs[0] == node.inputs[1])
         )
         if node is None or not is_square:

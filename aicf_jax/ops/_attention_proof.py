@@ -7,7 +7,7 @@ from typing import Any
 import mcir
 from aicf_jax.errors import Refusal
 from aicf_jax.ops import _programs
-from aicf_jax.ops._attention_composition import keys_dimension, region_graph
+from aicf_jax.ops._attention_composition import keys_dimension, region_graph, softmax_step
 from aicf_jax.ops._semantic import FusedOp
 
 
@@ -19,7 +19,22 @@ def prove(op: FusedOp) -> Refusal | None:
         graph = region_graph(op)
     except mcir.DeriveError as error:
         return no(error.code, error.expected, error.found)
+    if _stops_weights(op):
+        return no("stopped_weights", "weights that are differentiated", "weights behind stop_gradient")
     return _axes_refusal(op, graph, no) or _streaming_refusal(op, no)
+
+
+def _stops_weights(op: FusedOp) -> bool:
+    """Whether a step between softmax and result stops differentiation: the backward knows dP's rows from dY."""
+    n = len(op.in_avals)
+    first, _ = softmax_step(op)
+    behind = {n + first}
+    for k, step in enumerate(op.steps):
+        if not behind.isdisjoint(step.operands) and k != first:
+            behind.add(n + k)
+            if any(eqn.primitive.name == "stop_gradient" for eqn in step.body.eqns):
+                return True
+    return False
 
 
 def _axes_refusal(op: FusedOp, graph: Any, no: Any) -> Refusal | None:

@@ -25,6 +25,9 @@ from aicf_jax.ops._attention_composition import evaluate, reads
 from aicf_jax.ops._loss_rows import Rows, count
 from aicf_jax.ops._semantic import FusedOp, Step, nbytes
 
+#: What passes a cotangent on to one of its operands and nothing to the others.
+_SELECTIONS = ("select_n", "max", "min", "clamp")
+
 
 def loss_step(op: FusedOp) -> Step:
     return next(step for step in op.steps if step.role == "loss")
@@ -146,11 +149,28 @@ def cotangent(
     (ct,) = cts
     n = 2 + count(region_of(op))
     unit = dict(zip(kept_gradients(op), saved[n:], strict=True))
-    found = {i: g * ct.astype(g.dtype) for i, g in unit.items() if i in wanted}
+    before = reads(op, loss_step(op).operands[0], -1)
+    held = _held(op, inputs, saved[:n], ct) if before.intersection(unit).intersection(wanted) else ct
+    found = {i: g * (held if i in before else ct).astype(g.dtype) for i, g in unit.items() if i in wanted}
     rest = [i for i in wanted if i not in found]
     if rest:
         found.update(zip(rest, _pull_rows(op, inputs, saved[:n], ct, rest), strict=True))
     return [found[i] for i in wanted]
+
+
+def _held(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any) -> Any:
+    """The cotangent of a result that is one number, 0 where it is not finite and no row's numbers receive it.
+
+    A mean over rows that are all left out divides by 0; a select passes nothing on where a product would be NaN.
+    """
+    region = region_of(op)
+    made = {region.graph.nodes[int(region.graph.producer[v])].op for v in region.rows}
+    if made.isdisjoint(_SELECTIONS):
+        return ct
+    m, l, *taken = saved
+    received = jax.vjp(lambda l, taken: rows_of(op, inputs).loss(m, l, taken), l, list(taken))[1](ct)
+    passes = sum(jnp.sum(jnp.where(x != 0, 1.0, 0.0)) for x in jax.tree.leaves(received))
+    return jnp.where(jnp.isfinite(ct) | (passes > 0), ct, jnp.zeros_like(ct))
 
 
 def _pull_rows(

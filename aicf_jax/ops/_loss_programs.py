@@ -57,7 +57,10 @@ def forward_saving(op: FusedOp) -> Derived:
         return from_graph(graph, "linear_cross_entropy", _names(op), ("loss", *names(op)[1:]))
     graph = _spread(graph, frozenset(_vocabulary(op, graph)))
     # Of batch and positions only positions are cut: arrays that are sharded over the batch stay where they are.
-    whole = frozenset(_vocabulary(op, graph)) | frozenset(_rows(graph, _vocabulary(op, graph))[:-1])
+    whole = frozenset(_vocabulary(op, graph))
+    batch, classes = _rows(graph, whole)[:-1], math.prod(graph.axes[a] for a in whole)
+    if math.prod(graph.axes[a] for a in batch) <= max(LEAST_ROWS, BLOCK_BYTES // classes):
+        whole |= frozenset(batch)
     return from_graph(graph, "linear_cross_entropy", _names(op), ("loss", *names(op)[1:]), whole)
 
 
@@ -119,7 +122,9 @@ def scheduled(make: Any, op: FusedOp) -> mcir.Program:
 def _classes(make: Any, op: FusedOp, derived: Derived) -> set[str]:
     """The axis of a program that is the vocabulary: in a backward all that is looped over but the rows of m."""
     if make is backward:
-        rows = next(view for k, view in derived.arguments if k == op.input_names.index("m"))
+        rows = next((view for k, view in derived.arguments if op.input_names[k] == "m"), None)
+        if rows is None:
+            return set()  # gradients that do not rest on the logits
         looped = {a for loops, _ in derived.program.statements() for a in loops}
         return looped - {a for dim in rows.dims for a in dim}
     argument, d = places(op)[0]

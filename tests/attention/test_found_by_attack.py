@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.lax import stop_gradient
 from jax.test_util import check_grads
 
 import aicf_jax
@@ -292,3 +293,39 @@ def test_random_bits_follow_the_flag(partitionable):
 def test_mixed_precision(which, dtype):
     args = tuple(x.astype(dtype) if i in which else x for i, x in enumerate(operands()))
     check(attention(), args, dtype=dtype)
+
+
+def exponentials(x):
+    return jnp.exp(x - stop_gradient(jnp.max(x, -1, keepdims=True)))
+
+
+def row_sum(x):
+    return jnp.sum(x, -1, keepdims=True)
+
+
+#: Weights whose gradient is not that of a softmax.
+HELD = {
+    "log-sum-exp": lambda x: jnp.exp(x - stop_gradient(jax.nn.logsumexp(x, -1, keepdims=True))),
+    "sum": lambda x: exponentials(x) / stop_gradient(row_sum(exponentials(x))),
+    "exponentials": lambda x: stop_gradient(exponentials(x)) / row_sum(exponentials(x)),
+    "one of two maxima": lambda x: jnp.exp(
+        x - stop_gradient(jnp.max(x, -1, keepdims=True)) - jnp.log(row_sum(jnp.exp(x - jnp.max(x, -1, keepdims=True))))
+    ),
+    "weights": lambda x: stop_gradient(jax.nn.softmax(x)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_behind_stop_gradient_is_not_differentiated(name):
+    def f(q, k, v):
+        return HELD[name](q @ k.T) @ v
+
+    q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((12, 4)), jnp.float32) for i in range(3))
+    assert aicf_jax.explain(f, q, k, v).count("attention") == 0
+
+    def run(g):
+        return jax.grad(lambda *a: jnp.sum(g(*a) ** 2), (0, 1, 2))(q, k, v)
+
+    found, want = run(aicf_jax.fuse(f)), run(f)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=256 * 2.0**-24 * max(1.0, float(jnp.max(jnp.abs(b)))))

@@ -385,3 +385,13 @@ def test_what_a_kernel_is_asked_for():
         "input_dtypes": ("float32",) * 4,
         "output_dtypes": ("float32",),
     }
+
+
+def test_a_square_may_be_a_power():
+    def f(x, g):
+        return x * lax.rsqrt(mean(x**2.0) + EPS) * g
+
+    assert [x.op for x in aicf_jax.explain(f, X, G, kernels=KERNELS).fusions] == ["rms_norm"]
+    x = X.at[0].set(0)
+    fused = quick_jit(lambda *a: gradient(kept_whole(f), a))(x, G)
+    assert_same(fused, quick_jit(lambda *a: gradient(f, a))(x, G), roundings=4 * ROUNDINGS)
