@@ -15,14 +15,16 @@ import aicf_jax
 from tests.support import ACTIVATION_ROUNDINGS, assert_same, is_inexact, quick_jit
 
 
-def library(module, requirement):
+def library(module, requirement, *options):
     """The module, or a skip that says how to install it. Called in a test: collecting the tests imports no library.
 
     What these libraries warn of while they are imported is their business.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(module, reason=f"pip install '{requirement}'", exc_type=ImportError)
+        return pytest.importorskip(
+            module, reason=" ".join(["pip install", *options, requirement]), exc_type=ImportError
+        )
 
 
 def float64(tree):
@@ -43,7 +45,7 @@ def path_roundings(layers, longest_sum, passes=2):
     return passes * (layers + 1) * 4 * (longest_sum + ACTIVATION_ROUNDINGS)
 
 
-def check(model, run, params, *inputs, expected, roundings, whole=()):
+def check(model, run, params, *inputs, expected, roundings, whole=(), dtype=None):
     """Holds `fuse(model)` against the model: eagerly, under jit, and the gradient of a loss in the parameters.
 
     Args:
@@ -54,12 +56,14 @@ def check(model, run, params, *inputs, expected, roundings, whole=()):
       expected: operation -> at least how often a reader of the model expects it.
       roundings: on the longest path, see `tests.support.assert_same`.
       whole: as `expected`, for the fused loss: what the model and its loss are together.
+      dtype: the lowest precision inside the model, where its results do not show it.
     """
     fused = aicf_jax.fuse(model)
     assert_fusions(aicf_jax.explain(run(model), params, *inputs), expected)
-    assert_same(run(fused)(params, *inputs), run(model)(params, *inputs), roundings=roundings)
+    assert_same(run(fused)(params, *inputs), run(model)(params, *inputs), roundings=roundings, dtype=dtype)
     want = quick_jit(outputs_and_gradient(run(model)))(params, *inputs)
-    assert_same(quick_jit(outputs_and_gradient(run(fused)))(params, *inputs), want, roundings=roundings)
+    got = quick_jit(outputs_and_gradient(run(fused)))(params, *inputs)
+    assert_same(got, want, roundings=roundings, dtype=dtype)
     if whole:
         check_function(next_token_loss(run(model)), params, *inputs, expected=whole, roundings=roundings)
 

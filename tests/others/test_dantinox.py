@@ -43,7 +43,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformer(name):
-    library("dantinox", "--no-deps dantinox==0.4.14")
+    library("dantinox", "dantinox==0.4.14", "--no-deps")
     from dantinox.core.config import ModelConfig
     from dantinox.core.model import Transformer
 
@@ -58,4 +58,5 @@ def test_transformer(name):
         jnp.asarray(np.random.default_rng(0).integers(0, 48, (2, LENGTH))),
         expected=expected,
         roundings=path_roundings(LAYERS, HIDDEN),
+        dtype=None if name == "gqa" else "float32",  # rotary angles are float32: jit alone moves them
     )

@@ -22,7 +22,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("train", [False, True])
 def test_vision_transformer(train):
-    library("vitax", "vitax==0.0.10")
+    library("vitax", "vitax==0.0.10", "--no-deps")
     from vitax.models.vit import VisionTransformer
 
     with quick_initialization():
