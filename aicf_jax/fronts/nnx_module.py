@@ -73,7 +73,13 @@ def _fused_class(cls: type, context: Context) -> type:
         "_aicf_context": context,
         "__reduce__": lambda self: (fuse_module, (_as_original(self), context)),
     }
-    return keep_class_attributes(type(original)(original.__name__, (original,), body), body)
+    fused_cls = type(original)(original.__name__, (original,), body, **_class_options(original))
+    return keep_class_attributes(fused_cls, body)
+
+
+def _class_options(original: Any) -> dict[str, Any]:
+    """What a model's class was declared with and its subclasses do not inherit: ``pytree=False``."""
+    return {} if getattr(original, "_pytree__is_pytree", True) else {"pytree": False}
 
 
 def keep_class_attributes(cls: Any, body: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ import copy
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -197,3 +198,23 @@ def test_a_function_that_creates_and_returns_a_module():
 
     x = normal(0, 5, 7)
     assert_same(aicf_jax.fuse(build)(x), build(x), roundings=ROUNDINGS)
+
+
+class NoPytree(nnx.Module, pytree=False):
+    def __init__(self, rngs):
+        self.layers = [nnx.Linear(4, 4, rngs=rngs)]
+
+    def __call__(self, x):
+        return nnx.relu(self.layers[0](x))
+
+
+def test_a_module_that_is_no_pytree_stays_none():
+    """Its attributes may hold modules in plain lists, so its fused class must not be a pytree either."""
+    model, x = NoPytree(nnx.Rngs(0)), jnp.ones((2, 4))
+    fused = aicf_jax.fuse(model)
+    assert jax.tree.leaves(fused) == [fused]
+    graphdef, state = nnx.split(fused)
+    assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model))
+    np.testing.assert_array_equal(nnx.merge(graphdef, state)(x), model(x))
+    gradient = nnx.grad(lambda m: m(x).sum())(fused)
+    assert jax.tree.structure(gradient) == jax.tree.structure(nnx.grad(lambda m: m(x).sum())(model))
