@@ -195,7 +195,8 @@ def test_a_residual_block_in_training_is_left_exactly_as_written(dtype):
     variables = block_variables(module, x)
     fused = aicf_jax.fuse(module)
     report = aicf_jax.explain(lambda v, x: module.apply(v, x, mutable=["batch_stats"]), variables, x)
-    assert report.count("conv_epilogue") == 0 and {r.code for r in report.refusals} == {"batch_statistics"}
+    codes = {r.code for r in report.refusals if r.pattern.startswith("conv")}
+    assert report.count("conv_epilogue") == 0 and codes == {"batch_statistics"}
 
     def step(m):
         def loss(p, s, x):

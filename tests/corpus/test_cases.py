@@ -15,11 +15,12 @@ import pytest
 
 FOLDER = Path(__file__).parent
 CASES = sorted(p.stem for p in (FOLDER / "cases").glob("*.py"))
-# Slow in any mode: what they exercise belongs to families that are not fused yet (norms, convolutions) or has tests of
-# its own, or they compile for more than ten seconds.
+# Slow in any mode: what they exercise has tests of its own, or they compile for more than ten seconds.
 LONG = {
+    "a01_multi_user",
     "a02_conv_shared_bn_one_path",
     "a03_softmax_axis",
+    "a05_transposes",
     "a07_mask_forms",
     "a08_norm_affine_shapes",
     "a10_shared_modulation",
@@ -28,8 +29,14 @@ LONG = {
     "b02_param_vs_compute",
     "b04_low_precision_masks",
     "b05_x64",
+    "c01_higher_order",
     "c02_bias_mask_grad",
+    "c03_closures",
     "c05_moe_router_grad",
+    "c07_user_custom_rules",
+    "d01_vmap_axes",
+    "d03_remat_names",
+    "d04_sharding",
     "e01_odd_tiles",
     "e04_decode",
     "e06_head_dims",
