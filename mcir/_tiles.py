@@ -107,10 +107,14 @@ class Tiles:
     def _dot(self, args: list[Any], types: list[Type], target: Type, precision: str | None) -> Any:
         letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
         terms = ["".join(letters[a] for a in t.axes) for t in types]
-        formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in target.axes)}"
+        sizes = {a: n for x, t in zip(args, types, strict=True) for a, n in zip(t.axes, x.shape, strict=True)}
+        turned = _is_turned(types, target, sizes)
+        made = (*target.axes[:-2], *target.axes[:-3:-1]) if turned else target.axes
+        formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in made)}"
         parts = () if precision is None else tuple(map(_precision, precision.split("/")))
         chosen: Any = parts if len(parts) > 1 else parts[0] if parts else None
-        return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
+        out = jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
+        return jnp.swapaxes(out, -1, -2) if turned else out
 
     def _indices(self, name: str, scope: Scope) -> Any:
         start = scope.position[name] * self.axes[name].block if name in scope.position else 0
@@ -125,6 +129,19 @@ class Tiles:
             index = self._aligned(self._indices(name, scope).astype(jnp.uint32), (name,), s.type.axes)
             flat = flat + index * np.uint32(stride)
         return random_bits(scope.values[s.args[0]], flat)
+
+
+def _is_turned(types: Sequence[Type], target: Type, sizes: dict[str, int]) -> bool:
+    """Whether a product is faster as the transpose of itself: none of its operands ends in the contracted axis.
+
+    Such products go to a library that is the faster the fewer rows the first operand has (a quarter, for 64 and 256).
+    """
+    both = set(types[0].axes) & set(types[1].axes)
+    over = both - set(target.axes)
+    if len(over) != 1 or any({t.axes[-1]} == over or len(set(t.axes) - both) != 1 for t in types):
+        return False
+    rows, columns = target.axes[-2:]
+    return not both & {rows, columns} and sizes[rows] > sizes[columns]
 
 
 def _precision(name: str) -> Any:

@@ -74,15 +74,13 @@ def scheduled(program: mcir.Program) -> mcir.Program:
     """
     whole = batch_axes(program)
     machine = host()
-    for smallest, rows in (
-        (machine.smallest, machine.smallest_rows),
-        (machine.smallest, 0),
-        (128, 0),
-        (64, 0),
-        (16, 0),
-    ):
+    least, rows = machine.smallest, machine.smallest_rows
+    # All tiles together should take half of what they may; rows that fill all cores are worth the rest of it.
+    choices = ((least, rows, 2), (least, rows, 1), (least, 0, 1), (128, 0, 1), (64, 0, 1), (16, 0, 1))
+    for smallest, smallest_rows, part in choices:
+        limits = {"smallest": smallest, "smallest_rows": smallest_rows, "cache_bytes": machine.cache_bytes // part}
         try:
-            return schedule(program, dataclasses.replace(machine, smallest=smallest, smallest_rows=rows), whole)
+            return schedule(program, dataclasses.replace(machine, **limits), whole)
         except ScheduleError:
             continue
     looped = {a for loops, _ in program.statements() for a in loops} - whole
