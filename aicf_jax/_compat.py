@@ -249,6 +249,13 @@ def without_constants(jaxpr: Any) -> Any:
     return make_jaxpr_object([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects)
 
 
+def gpu_architecture() -> str | None:
+    """Compute capability of jax's default device, such as "9.0"; None unless it is an NVIDIA GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    return getattr(jax.local_devices()[0], "compute_capability", None)
+
+
 def typeof(x: Any) -> Any:
     """The abstract type of an array or tracer."""
     return jax.typeof(x)

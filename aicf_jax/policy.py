@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from aicf_jax import _compat
+
 #: Numerics classes from strict to loose. A rewrite is legal when its class is not looser than the policy's.
 NUMERICS = ("bitwise", "reassociated", "approximate")
 
@@ -18,6 +20,9 @@ TARGETS: Mapping[str, str] = {
     "h200": "cuda",
     "b200": "cuda",
 }
+
+#: Compute capability of the machines that have one, which kernels for one architecture ask for.
+ARCHITECTURES: Mapping[str, str] = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
 
 _CHOICES = {
     "numerics": NUMERICS,
@@ -37,7 +42,8 @@ class Policy:
         function, sums in another order, accumulation never in a lower precision. ``"approximate"``: documented bounds.
       deterministic: only kernels that give the same bits on every run.
       target: the machine kernels are chosen for, one of `TARGETS`; None means every platform a program may be lowered
-        to gets its own choice.
+        to gets its own choice. Kernels for one GPU architecture are considered where the target names a machine, or is
+        None and such a GPU is in this one.
       verify: run fused and unfused side by side and raise `VerificationError` where they disagree, naming the
         operation, its largest error, the bound and the source line. Inside ``jit``, ``grad``, ... the check runs with
         the compiled program, and jax reports it as a runtime error that ends with the same message. The reference is
@@ -77,6 +83,12 @@ class Policy:
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""
         return NUMERICS.index(numerics) <= NUMERICS.index(self.numerics)
+
+    def architecture(self) -> str | None:
+        """Compute capability of the target, or of this machine's GPU where no machine is named; None if unknown."""
+        if self.target in ARCHITECTURES:
+            return ARCHITECTURES[self.target]
+        return None if self.target == "cpu" else _compat.gpu_architecture()
 
     def platforms(self) -> tuple[str, ...]:
         """The lowering platforms kernels are chosen for."""

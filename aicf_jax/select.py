@@ -65,13 +65,15 @@ def _moved_by_equations(body: Any) -> list[int]:
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
     """`op` with its choice for each platform, and a refusal for each kernel that could not be taken."""
     policy, refusals, choices = op.context.policy, [], []
-    requirements = dict(op.requirements())
+    requirements, architecture = dict(op.requirements()), policy.architecture()
     for platform in policy.platforms():
         unfused = op.semantic.unfused_bytes
         best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
         for kernel in op.context.kernels:
             if kernel.op != op.semantic.name or platform not in kernel.platforms:
                 continue
+            if kernel.architectures and architecture is None:
+                continue  # nobody asked for this machine: not a kernel that was looked for and missed
             refusal = _refusal(kernel, requirements, policy, op, pattern)
             moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
             if refusal is None and moved >= best_bytes:
@@ -93,6 +95,10 @@ def _refusal(
         detail = f"kernel {kernel.name} cannot take this {op.semantic.name}: {found}"
         return Refusal(pattern, "select", code, detail, expected, found, op.site)
 
+    architecture = policy.architecture()
+    if kernel.architectures and architecture not in kernel.architectures:
+        expected = f"compute capability {' or '.join(kernel.architectures)}"
+        return refuse("architecture", expected, f"{architecture} ({policy.target or 'this machine'})")
     unmet = kernel.unmet(requirements)
     if unmet:
         expected = [

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from aicf_jax.policy import NUMERICS, TARGETS
+from aicf_jax.policy import ARCHITECTURES, NUMERICS, TARGETS
 
 
 class _Any:
@@ -40,6 +40,8 @@ class Kernel:
       name: unique; `Fusion.kernel`.
       op: name of the operation it implements.
       platforms: lowering platforms it runs on, e.g. ``("cpu",)`` or ``("cuda",)``.
+      architectures: compute capabilities it is written for, e.g. ``("9.0",)`` (Hopper); empty: any machine of its
+        platforms. Where the architecture is not known (`Policy.target`) it is not a candidate.
       capabilities: requirement name -> accepted values. An operation's requirement is met when its value is in the
         collection; a requirement that is not named here is not met.
       run: ``run(op, *inputs) -> results`` as a tuple, one array for each of ``op.results``. Traced by jax, once per
@@ -65,6 +67,7 @@ class Kernel:
     cost_bytes: Callable[[Any], int] | None = None
     save: Callable[..., tuple[Any, Any]] | None = None
     program: Callable[[Any], str] | None = None
+    architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
@@ -77,6 +80,12 @@ class Kernel:
         if self.numerics not in NUMERICS:
             raise ValueError(
                 f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}"
+            )
+        strange = [a for a in self.architectures if a not in ARCHITECTURES.values()]
+        if strange or isinstance(self.architectures, str):
+            known = ", ".join(sorted(set(ARCHITECTURES.values())))
+            raise ValueError(
+                f"Kernel({self.name!r}, architectures=...): expected some of {known}, found {self.architectures!r}"
             )
         if not callable(self.run):
             raise TypeError(f"Kernel({self.name!r}, run=...): expected a function, found {self.run!r}")
