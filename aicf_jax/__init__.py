@@ -18,6 +18,7 @@ from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.policy import Policy
 from aicf_jax.report import Fusion, Report
+from aicf_jax.tune import Tuned, tune
 
 __all__ = [
     "FUSION_PATTERNS",
@@ -34,6 +35,7 @@ __all__ = [
     "Policy",
     "Refusal",
     "Report",
+    "Tuned",
     "VerificationError",
     "bisect",
     "cache_info",
@@ -42,4 +44,5 @@ __all__ = [
     "explain",
     "fuse",
     "ops",
+    "tune",
 ]

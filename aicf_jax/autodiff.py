@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step
+from aicf_jax.recompute import recomputed
 
 
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -139,7 +140,14 @@ def pointwise_grad(op: FusedOp) -> PointwiseGrad | None:
 activation_grad_p = _compat.new_primitive("activation_grad")
 activation_grad_p.def_impl(lambda r, t, *, grad: _jitted_grad(grad)(r, t))
 activation_grad_p.def_abstract_eval(lambda r, t, *, grad: _compat.abstract_result(grad, r, t)[0])
-mlir.register_lowering(activation_grad_p, mlir.lower_fun(lambda r, t, *, grad: grad(r, t), multiple_results=False))
+mlir.register_lowering(
+    activation_grad_p, mlir.lower_fun(lambda r, t, *, grad: grad(*_recomputing(grad, r, t)), multiple_results=False)
+)
+
+
+def _recomputing(grad: PointwiseGrad, r: Any, t: Any) -> tuple[Any, Any]:
+    """A derivative that starts from the activation's input computes the activation's inner values again."""
+    return (r, t) if grad.from_output else recomputed((r, t))
 
 
 @memo(256)

@@ -9,9 +9,8 @@ from typing import Any
 from aicf_jax.errors import FuseError
 from aicf_jax.explain import entry, explain
 from aicf_jax.fuse import fuse
-from aicf_jax.kernels import KERNELS, Kernel
+from aicf_jax.kernels import Kernel
 from aicf_jax.pattern import Pattern
-from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.policy import Policy
 from aicf_jax.report import Fusion, Report
 
@@ -79,21 +78,17 @@ def bisect(
       FuseError: the check fails with nothing fused, so that no rewrite is to blame.
       TypeError: the check returned what is neither true nor false.
     """
-    own = entry(target)[2]
-    chosen = policy if policy is not None else own.policy if own else Policy()
-    patterns = patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS
-    kernels = kernels if kernels is not None else own.kernels if own else KERNELS
-    report = explain(
-        target, *args, policy=dataclasses.replace(chosen, fuel=None), patterns=patterns, kernels=kernels, **kwargs
-    )
+    context = entry(target, policy, patterns, kernels, fuel=None)[2]
+    own = {"patterns": context.patterns, "kernels": context.kernels}
+    report = explain(target, *args, policy=context.policy, **own, **kwargs)
     total = rewrites(report)
     runs = 0
 
     def failure(fuel: int) -> tuple[str, Exception | None] | None:
         nonlocal runs
         runs += 1
-        limited = dataclasses.replace(chosen, fuel=fuel)
-        return _failure(check, fuse(target, policy=limited, patterns=patterns, kernels=kernels))
+        limited = dataclasses.replace(context.policy, fuel=fuel)
+        return _failure(check, fuse(target, policy=limited, **own))
 
     last = failure(total)
     if last is None:

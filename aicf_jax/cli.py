@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from aicf_jax import _compat
 from aicf_jax.explain import explain
 from aicf_jax.policy import Policy
+from gpu_probe.files import write_atomic
 
 EXIT_DONE, EXIT_UNTRACEABLE, EXIT_USAGE = 0, 1, 2
 
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show(str(report))
     for path, write in ((options.html, report.to_html), (options.json, report.to_json)):
         if path is not None:
-            write_atomic(path, write())
+            text = write()
+            write_atomic(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
             print(f"wrote {path}")
     return EXIT_DONE
 
@@ -169,25 +170,6 @@ def _check_file(argument: str, path: Path | None) -> None:
 
 def _type_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else type(x).__name__
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file in one step: whoever reads it sees the old content or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False
-    ) as f:
-        try:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(f.name, 0o666 & ~umask)  # a temporary file is private, a report is as any other file
-            os.replace(f.name, path)
-        except BaseException:
-            os.unlink(f.name)
-            raise
 
 
 #: First word of a line, or what it starts with -> its colour on a terminal.

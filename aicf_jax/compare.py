@@ -9,10 +9,8 @@ from typing import Any
 from aicf_jax.cache import build_plan, prepared
 from aicf_jax.explain import entry, report_of
 from aicf_jax.fronts.function import trace_call
-from aicf_jax.fuse import make_context
-from aicf_jax.kernels import KERNELS, Kernel
+from aicf_jax.kernels import Kernel
 from aicf_jax.pattern import Pattern
-from aicf_jax.patterns import FUSION_PATTERNS
 from aicf_jax.policy import Policy
 from aicf_jax.report import Report
 from aicf_jax.verify import measured
@@ -45,13 +43,7 @@ def compare(
       TypeError: `target` is not callable.
       Exception: whatever tracing or running the call raises.
     """
-    function, name, own = entry(target)
-    chosen = policy if policy is not None else own.policy if own else Policy()
-    context = make_context(
-        dataclasses.replace(chosen, verify=True),
-        patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS,
-        kernels if kernels is not None else own.kernels if own else KERNELS,
-    )
+    function, name, context = entry(target, policy, patterns, kernels, verify=True)
     traced = trace_call(function, args, kwargs)
     plan = build_plan(traced.jaxpr, context)
     report = report_of(plan, name, context)

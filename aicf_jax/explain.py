@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,12 +56,7 @@ def explain(
       TypeError: `target` is not callable.
       Exception: whatever tracing the call raises.
     """
-    function, name, own = entry(target)
-    context = make_context(
-        policy if policy is not None else own.policy if own else Policy(),
-        patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS,
-        kernels if kernels is not None else own.kernels if own else KERNELS,
-    )
+    function, name, context = entry(target, policy, patterns, kernels)
     traced = trace_call(function, args, kwargs)
     return report_of(build_plan(traced.jaxpr, context), name, context)
 
@@ -76,7 +72,30 @@ def report_of(plan: Plan, name: str, context: Context) -> Report:
     return Report(name, fusions, done.refusals, str(plan.jaxpr), before, after, outlines=outlines(done))
 
 
-def entry(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
+def entry(
+    target: Any,
+    policy: Policy | None,
+    patterns: Sequence[Pattern] | None,
+    kernels: Sequence[Kernel] | None,
+    **changes: Any,
+) -> tuple[Callable[..., Any], str, Context]:
+    """The function to trace, its name, and the context to rewrite it in.
+
+    What is not given is that of a target that is fused already, else the default; `changes` are made to the policy.
+    """
+    function, name, own = _opened(target)
+    chosen = policy if policy is not None else own.policy if own else Policy()
+    context = make_context(
+        dataclasses.replace(chosen, **changes)
+        if isinstance(chosen, Policy)
+        else chosen,  # the check names the argument
+        patterns if patterns is not None else own.patterns if own else FUSION_PATTERNS,
+        kernels if kernels is not None else own.kernels if own else KERNELS,
+    )
+    return function, name, context
+
+
+def _opened(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
     """The function to trace, its name, and the context of a target that is fused already."""
     if isinstance(target, FusedFunction):
         return target.__wrapped__, getattr(target, "__name__", "function"), target.context
@@ -192,10 +211,12 @@ def _whole_backward_text(backward: Backward) -> str:
 
 
 def _reshapes(graph: Graph) -> dict[int, int]:
-    """Value -> the value it is a view of: reshapes, and sums over dimensions of one."""
+    """Value -> the value it is a view of: reshapes, sums over dimensions of one, what a barrier passes on."""
     same: dict[int, int] = {}
     for i in schedule(graph):
         node = graph.nodes[i]
+        if node.op == "optimization_barrier":
+            same.update((v, same.get(u, u)) for u, v in zip(node.inputs, node.outputs, strict=True))
         if node.op == "reshape" or (
             node.op == "reduce_sum" and _size(graph, node.inputs) == _size(graph, node.outputs)
         ):

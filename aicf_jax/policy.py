@@ -55,6 +55,8 @@ class Policy:
       fuel: only the first so many rewrites of a program are made, in the order `Fusion.rewrite` counts; the others are
         refused with code ``fuel``. A rewrite brings its derived backward with it. None: all. `aicf_jax.bisect` searches
         over it.
+      tuning: path of a table of measured times (`aicf_jax.tune`), which kernels are then ranked by where it has them;
+        None: by the bytes they move. It is read when a program is first rewritten.
 
     Raises:
       ValueError: naming the attribute, what was expected and what was found.
@@ -67,6 +69,7 @@ class Policy:
     on_failure: str = "fallback"
     ad: str = "complete"
     fuel: int | None = None
+    tuning: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -80,15 +83,18 @@ class Policy:
         if self.fuel is not None and (type(self.fuel) is not int or self.fuel < 0):
             raise ValueError(f"Policy(fuel=...): expected None or a number of rewrites, found {self.fuel!r}")
 
+        if self.tuning is not None and not isinstance(self.tuning, str):
+            raise ValueError(f"Policy(tuning=...): expected None or a path as text, found {self.tuning!r}")
+
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""
         return NUMERICS.index(numerics) <= NUMERICS.index(self.numerics)
 
     def architecture(self) -> str | None:
         """Compute capability of the target, or of this machine's GPU where no machine is named; None if unknown."""
-        if self.target in ARCHITECTURES:
-            return ARCHITECTURES[self.target]
-        return None if self.target == "cpu" else _compat.gpu_architecture()
+        if self.target == "cpu":
+            return None
+        return ARCHITECTURES.get(self.target or "") or _compat.gpu_architecture()
 
     def platforms(self) -> tuple[str, ...]:
         """The lowering platforms kernels are chosen for."""

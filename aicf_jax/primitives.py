@@ -132,13 +132,9 @@ batching.primitive_batchers[fused_p] = _batch
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
-    open_ = is_left_to_xla(op)
-    composite = op.semantic.composite is not None
-    by_equations = residual or any(step.role in ("gradient", "opaque") for step in op.steps)
-    if by_equations or (len(op.results) != 1 and not composite) or (open_ and (composite or op.is_general)):
-        # Second order through a residual, an operation of a backward, or one that nothing is gained for.
+    if _is_differentiated_by_equations(op, residual):
         return _jvp_of_equations(_function(op, residual, None), primals, tangents)
-    if open_:
+    if is_left_to_xla(op):
         out, saved = autodiff.save(op, primals)
     else:
         found: Any = fused_p.bind(*primals, op=op, residual=True)
@@ -149,6 +145,16 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
         return out, [ad.Zero(_compat.typeof(x).to_tangent_aval()) for x in out]
     dots = [t for t in tangents if type(t) is not ad.Zero]
     return out, tangent_p.bind(*primals, *saved, *dots, op=op, present=present)
+
+
+def _is_differentiated_by_equations(op: FusedOp, residual: bool) -> bool:
+    """Second order through a residual, an operation of a backward, or one whose derived backward gains nothing."""
+    composite = op.semantic.composite
+    if residual or any(step.role in ("gradient", "opaque") for step in op.steps):
+        return True
+    if composite is None:
+        return len(op.results) != 1 or (is_left_to_xla(op) and op.is_general)
+    return is_left_to_xla(op) and not composite.lean
 
 
 def _jvp_of_equations(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:

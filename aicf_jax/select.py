@@ -8,10 +8,10 @@ what the equations cost as written, and wins when nothing is cheaper.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from aicf_jax import _compat, log
+from aicf_jax import _compat, log, tuning
 from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.kernels import XLA, Kernel
 from aicf_jax.ops import FusedOp, nbytes
@@ -64,33 +64,43 @@ def _moved_by_equations(body: Any) -> list[int]:
 
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
     """`op` with its choice for each platform, and a refusal for each kernel that could not be taken."""
-    policy, refusals, choices = op.context.policy, [], []
-    requirements, architecture = dict(op.requirements()), policy.architecture()
-    for platform in policy.platforms():
-        unfused = op.semantic.unfused_bytes
-        best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
-        for kernel in op.context.kernels:
-            if kernel.op != op.semantic.name or platform not in kernel.platforms:
-                continue
-            if kernel.architectures and architecture is None:
-                continue  # nobody asked for this machine: not a kernel that was looked for and missed
-            refusal = _refusal(kernel, requirements, policy, op, pattern)
-            moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
-            if refusal is None and moved >= best_bytes:
-                refusal = _slower(kernel, op, pattern, moved, best, best_bytes)
-            elif refusal is None:
-                refusal = _trial(kernel, op, pattern)
-            if refusal is not None:
-                refusals.append(refusal)
-                continue
-            best, best_bytes = kernel.name, moved
-        choices.append((platform, best))
+    refusals, choices = [], []
+    for platform in op.context.policy.platforms():
+        chosen, refused = _choose(op, pattern, platform)
+        choices.append((platform, chosen))
+        refusals += refused
     return op.with_choices(tuple(choices)), tuple(dict.fromkeys(refusals))
 
 
-def _refusal(
-    kernel: Kernel, requirements: Mapping[str, Hashable], policy: Any, op: FusedOp, pattern: str
-) -> Refusal | None:
+def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal]]:
+    """The best kernel for a platform: by measured time where it and the best so far have one, else by bytes."""
+    unfused, architecture = op.semantic.unfused_bytes, op.context.policy.architecture()
+    best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
+    seconds, refusals = tuning.times(op, platform), []
+    for kernel in op.context.kernels:
+        if kernel.op != op.semantic.name or platform not in kernel.platforms:
+            continue
+        if kernel.architectures and architecture is None:
+            continue  # nobody asked for this machine: not a kernel that was looked for and missed
+        refusal = refusal_of(kernel, op, pattern)
+        moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
+        if refusal is None and kernel.name in seconds and best in seconds:
+            if seconds[kernel.name] >= seconds[best]:
+                refusal = _measured_slower(kernel, op, pattern, seconds[kernel.name], best, seconds[best])
+        elif refusal is None and moved >= best_bytes:
+            refusal = _slower(kernel, op, pattern, moved, best, best_bytes)
+        refusal = refusal or _trial(kernel, op, pattern)
+        if refusal is None:
+            best, best_bytes = kernel.name, moved
+        else:
+            refusals.append(refusal)
+    return best, refusals
+
+
+def refusal_of(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
+    """Why a kernel may not run an operation, whatever it costs; None when it may."""
+    policy, requirements = op.context.policy, op.requirements()
+
     def refuse(code: str, expected: str, found: str) -> Refusal:
         detail = f"kernel {kernel.name} cannot take this {op.semantic.name}: {found}"
         return Refusal(pattern, "select", code, detail, expected, found, op.site)
@@ -117,6 +127,19 @@ def _slower(kernel: Kernel, op: FusedOp, pattern: str, moved: int, best: str, be
     detail = f"kernel {kernel.name} would move no fewer bytes than {best}"
     return Refusal(
         pattern, "select", "no_gain", detail, f"fewer than {best_bytes} bytes, as {best} moves", str(moved), op.site
+    )
+
+
+def _measured_slower(kernel: Kernel, op: FusedOp, pattern: str, took: float, best: str, best_took: float) -> Refusal:
+    detail = f"kernel {kernel.name} was measured to be no faster than {best}"
+    return Refusal(
+        pattern,
+        "select",
+        "slower",
+        detail,
+        f"less than {best_took * 1e3:.3f} ms, as {best} takes",
+        f"{took * 1e3:.3f} ms",
+        op.site,
     )
 
 

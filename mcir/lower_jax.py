@@ -120,7 +120,7 @@ class _Nest(Tiles):
         for name in self.stored:
             buffer = self.program.buffer(name)
             shape = [a.count * a.block for a in map(self.program.axis, buffer.type.axes)]
-            memory[name] = jnp.zeros(shape, buffer.type.dtype)
+            memory[name] = jnp.full(shape, self._zero(memory).astype(buffer.type.dtype))
         counts = [a.count for a in self.loops]
 
         def body(step: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -134,6 +134,15 @@ class _Nest(Tiles):
         total = math.prod(counts)
         buffers = body(0, buffers) if total == 1 else jax.lax.fori_loop(0, total, body, buffers)
         memory.update(zip(self.stored, buffers, strict=True))
+
+    def _zero(self, memory: Env) -> Any:
+        """False, but not to the compiler: it would fill the buffers of all loops when the program starts."""
+        for b in reversed(self.program.role("input")):
+            x = memory[b.name]
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+                first = x.ravel()[0]
+                return jnp.isnan(first) & jnp.isfinite(first)
+        return jnp.bool_(False)
 
     def _position(self, step: Any, counts: Sequence[int]) -> Env:
         position: Env = {}

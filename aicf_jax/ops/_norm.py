@@ -16,6 +16,7 @@ from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step, nbytes
 from aicf_jax.pattern import Match
+from aicf_jax.recompute import recomputed
 
 FORMULAS = ("centered", "moments", "mean_square")
 
@@ -169,25 +170,26 @@ def cotangent(
 ) -> list[Any]:
     """See the docstring of `ops.layer_norm`."""
     slot, scale, bias = _slots(op)
-    given = dict(zip(op.results, cts, strict=True))
     known = _sum_result(op)
     # Without a result of its own the sum is added up again: two arrays read for one kept.
     x = _wide(op, results[known] if known is not None else _summed_again(op, inputs))
+    x, kept, cts = recomputed((x, list(saved), list(cts)))
+    given = dict(zip(op.results, cts, strict=True))
     aval = op.slot_avals[slot]
     found: dict[int, Any] = {}
     dx = None if given.get(slot) is None else _wide(op, given[slot])
     dy = given[op.results[0]]
     if dy is not None:
-        dy, saved = dy.astype(x.dtype), list(saved)
-        centered = x - saved.pop(0) if op.blob["variance"] != "mean_square" else x
-        rstd = saved.pop(0)
+        dy = dy.astype(x.dtype)
+        centered = x - kept.pop(0) if op.blob["variance"] != "mean_square" else x
+        rstd = kept.pop(0)
         normalized = centered * rstd
         for where, name, term in ((scale, "scale", lambda: dy * normalized), (bias, "bias", lambda: dy)):
             if where is not None and where in wanted:
                 found[where] = _summed(op, name, term(), op.in_avals[where])
         g = dy if scale is None else dy * _beside(op, _wide(op, inputs[scale]))
         along = normalized * _mean(op, g * normalized)
-        inner = g - (along * saved.pop(0) if op.blob["clamped"] else along)
+        inner = g - (along * kept.pop(0) if op.blob["clamped"] else along)
         if op.blob["variance"] != "mean_square":
             inner = inner - _mean(op, g)
         dx = rstd * inner if dx is None else dx + rstd * inner
@@ -240,7 +242,7 @@ def norm(name: str, kind_id: int) -> SemanticOp:
         requirements,
         _check,
         names=input_names,
-        composite=Composite(save, cotangent, f"{name}_grad", saved_names, _not_by_step, _kept_results),
+        composite=Composite(save, cotangent, f"{name}_grad", saved_names, _not_by_step, _kept_results, lean=True),
         unfused_bytes=unfused_bytes,
     )
 

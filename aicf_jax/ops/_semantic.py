@@ -50,6 +50,7 @@ class Composite:
       side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
         one means batching all; None where batching step by step could not tell which dimension is which.
       keeps: `FusedOp` -> positions of the results that `cotangent` reads.
+      lean: it keeps less than the equations' own derivatives do, and is taken where the operation is left to XLA too.
     """
 
     save: Callable[..., tuple[list[Any], list[Any]]]
@@ -59,6 +60,7 @@ class Composite:
     side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
     keeps: Callable[[Any], tuple[int, ...]] = _all_results
     apart: bool = False
+    lean: bool = False
 
     def names_of(self, op: Any) -> tuple[str, ...]:
         """What `cotangent` takes besides inputs and cotangents, in prints."""

@@ -321,18 +321,11 @@ def test_nnx_modules(norm):
 # -- the program that runs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["forward", "gradient"])
-def test_left_to_xla_the_program_is_the_unfused_one(mode):
+def test_left_to_xla_the_program_is_the_unfused_one():
+    """Without a gradient, that is: see `tests/test_kept_for_the_backward.py`."""
     module = Block()
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
-
-    def compiled(m):
-        def loss(v, x):
-            return jnp.sum(jnp.square(m.apply(v, x)))
-
-        return jax.jit(m.apply if mode == "forward" else jax.grad(loss, (0, 1))).lower(variables, X).compile()
-
-    fused, unfused = compiled(aicf_jax.fuse(module)), compiled(module)
+    fused, unfused = (jax.jit(m.apply).lower(variables, X).compile() for m in (aicf_jax.fuse(module), module))
     assert canonical_hlo(fused.as_text()) == canonical_hlo(unfused.as_text())
     assert temporaries_bytes(fused) == temporaries_bytes(unfused)
 

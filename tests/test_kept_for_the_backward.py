@@ -1,0 +1,49 @@
+"""What a training step keeps between forward and backward: no more than the derived backwards read."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+import aicf_jax
+from tests.support import normal
+
+X = normal(1, 4, 6, 32)
+
+
+def kept_shapes(capsys, f, *args):
+    """Shapes of what is kept and is no argument of `f`."""
+    capsys.readouterr()
+    print_saved_residuals(f, *args)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    outputs = [line for line in lines if "from the argument" not in line and "from a literal" not in line]
+    return sorted(tuple(map(int, re.findall(r"\d+", re.search(r"\[(.*?)\]", line)[1]))) for line in outputs)
+
+
+@pytest.mark.parametrize(("norm", "vectors"), [(nn.LayerNorm, 3), (nn.RMSNorm, 1)])
+def test_a_norm_keeps_what_it_normalizes_and_a_few_numbers_for_each_row(capsys, norm, vectors):
+    model = norm()
+    variables = model.init(jax.random.key(0), X)
+    fused, unfused = (lambda v, x, m=m: m.apply(v, jnp.sin(x)).sum() for m in (aicf_jax.fuse(model), model))
+    # sin's own derivative keeps one array of full size; the norm's argument is the other.
+    assert kept_shapes(capsys, fused, variables, X) == [(4, 6, 1)] * vectors + [X.shape] * 2
+    assert kept_shapes(capsys, unfused, variables, X).count(X.shape) > 2  # else there would be nothing to gain
+
+
+@pytest.mark.parametrize("activation", [nn.gelu, nn.silu, nn.softplus, nn.elu, nn.relu, nn.sigmoid, jnp.tanh])
+def test_an_activation_keeps_its_input_or_its_output_and_nothing_else(capsys, activation):
+    model = nn.Dense(16)
+    variables = model.init(jax.random.key(0), X)
+    f = aicf_jax.fuse(lambda v, x: activation(model.apply(v, x)))
+    assert kept_shapes(capsys, lambda v: f(v, X).sum(), variables) == [(4, 6, 16), X.shape]
+
+
+@pytest.mark.parametrize(("activation", "recomputes"), [(nn.gelu, True), (nn.silu, True), (nn.relu, False)])
+def test_what_is_computed_again_is_not_merged_with_the_forward(activation, recomputes):
+    """XLA would otherwise keep tanh of the forward pass alive, which the derivative computes too."""
+    f = aicf_jax.fuse(lambda x, w, b: activation(x @ w + b))
+    program = jax.jit(jax.grad(lambda w: f(X, w, jnp.zeros(16)).sum())).lower(normal(2, 32, 16)).as_text()
+    assert ("optimization_barrier" in program) == recomputes
