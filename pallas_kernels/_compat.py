@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 
 def interpret_params_class() -> type[Any]:
     """The parameters of Mosaic GPU's simulator; public from jax 0.11."""
@@ -33,3 +35,8 @@ def races_found() -> bool:
 
     state = gpu_callbacks.get_races()
     return bool(state.races_found)
+
+
+def plugin_version() -> str:
+    """The release that the packages of jax's CUDA plugin must have: jax's own."""
+    return jax.__version__
