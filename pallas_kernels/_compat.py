@@ -37,6 +37,11 @@ def races_found() -> bool:
     return bool(state.races_found)
 
 
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - a flag pyright does not know
+
+
 def plugin_version() -> str:
     """The release that the packages of jax's CUDA plugin must have: jax's own."""
     return jax.__version__

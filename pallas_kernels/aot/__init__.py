@@ -9,7 +9,7 @@ From the shell: ``python -m pallas_kernels.aot h200 module:function --arg bf16[8
 
 from pallas_kernels.aot.compile import CompileError, check_packages, compile_all, compile_for
 from pallas_kernels.aot.hlo import KernelLaunch
-from pallas_kernels.aot.report import CompileReport, Comparison
+from pallas_kernels.aot.report import Comparison, CompileReport
 from pallas_kernels.aot.resources import MosaicKernel
 from pallas_kernels.aot.target import Target
 from pallas_kernels.aot.target import load as load_target

@@ -28,9 +28,7 @@ def device(target: str) -> Any:
     from jax.experimental import topologies
 
     jax.devices()  # makes jax find the CUDA plugin; the default backend stays the CPU, as there is no GPU
-    described = topologies.get_topology_desc(
-        topology_name="", platform="cuda", target_config=target, topology="1x1x1"
-    )
+    described = topologies.get_topology_desc(topology_name="", platform="cuda", target_config=target, topology="1x1x1")
     return described.devices[0]
 
 

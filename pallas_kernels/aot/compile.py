@@ -185,9 +185,7 @@ def _export(target: Target, fn: Callable[..., Any], avals: Sequence[Any]) -> jax
         return [jax.random.key_data(x) if hasattr(x, "dtype") and _is_key(x) else x for x in out]
 
     program.__name__ = _name(fn)
-    device = jax.sharding.AbstractDevice(
-        device_kind=target.device_kind, num_cores=target.sm_count, platform="gpu"
-    )
+    device = jax.sharding.AbstractDevice(device_kind=target.device_kind, num_cores=target.sm_count, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         exported = _lowered(jax.jit(program, keep_unused=True), [types[k] for k in traced])
     if exported.nr_devices != 1:
@@ -258,9 +256,7 @@ def _stopped_at_the_end(process: subprocess.Popen[str]) -> Iterator[subprocess.P
             process.communicate()
 
 
-def _read(
-    stem: Path, name: str, target: str, seen: dict[str, resources.MosaicKernel]
-) -> CompileReport | CompileError:
+def _read(stem: Path, name: str, target: str, seen: dict[str, resources.MosaicKernel]) -> CompileReport | CompileError:
     """The report on a compiled program. `seen`: the Mosaic kernels of earlier ones, which are not compiled again."""
     failed = stem.with_suffix(".error")
     if failed.exists():

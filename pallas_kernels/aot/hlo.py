@@ -14,8 +14,20 @@ from collections.abc import Iterator, Mapping
 
 #: Opcodes that launch nothing: names for memory that is there already, or marks for the compiler.
 _NO_LAUNCH = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier "
-    "partition-id replica-id domain get-dimension-size".split()
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "add-dependency",
+        "opt-barrier",
+        "partition-id",
+        "replica-id",
+        "domain",
+        "get-dimension-size",
+    }
 )
 
 #: Custom calls that are marks for the compiler.
@@ -33,6 +45,9 @@ _TARGETS = (
 #: Kinds whose last s8 result is scratch memory, which belongs to the kernel and moves nothing between kernels.
 _WITH_WORKSPACE = frozenset({"cublas", "cudnn"})
 
+#: How jax's names of operations begin in a program that was exported and called.
+_EXPORTED = "jit(call)/call_exported/"
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -42,8 +57,9 @@ class KernelLaunch:
 
     Attributes:
       name: of the instruction, without the number XLA appends; of a Mosaic kernel, its function's name.
-      kind: ``"fusion"`` (a kernel XLA writes), ``"triton"`` (one XLA writes through Triton, or the user's), ``"mosaic"``,
-        ``"cublas"``, ``"cudnn"``, another custom call's target, or the opcode of an instruction that stands alone.
+      kind: ``"fusion"`` (a kernel XLA writes), ``"triton"`` (one XLA writes through Triton, or the user's),
+        ``"mosaic"``, ``"cublas"``, ``"cudnn"``, another custom call's target, or the opcode of an instruction that
+        stands alone.
       op: jax's name of the operation, as ``"jit(f)/dot_general"``; empty where XLA does not say.
       bytes_read: sum over the distinct operands, each counted whole, also where a kernel reads a part of it.
       bytes_written: sum over the results; scratch memory of cuBLAS and cuDNN is left out.
@@ -150,7 +166,9 @@ def _instruction(line: str) -> _Instruction | None:
         return None
     start = end + opcode.end() - 1
     stop = _closing(rest, start)
-    inside = re.sub(r"\[[^\]]*\](?:\{[^}]*\})?", "", rest[start + 1 : stop])  # the operands' types, where XLA prints them
+    inside = re.sub(
+        r"\[[^\]]*\](?:\{[^}]*\})?", "", rest[start + 1 : stop]
+    )  # the operands' types, where XLA prints them
     operands = tuple(part.split()[-1].lstrip("%") for part in inside.split(",") if part.strip())
     return _Instruction(head[1], rest[:end], opcode[1], operands, rest[stop + 1 :])
 
@@ -175,9 +193,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _walk(
-    computations: Mapping[str, list[_Instruction]], name: str, inside: tuple[str, ...]
-) -> Iterator[KernelLaunch]:
+def _walk(computations: Mapping[str, list[_Instruction]], name: str, inside: tuple[str, ...]) -> Iterator[KernelLaunch]:
     instructions = {i.name: i for i in computations.get(name, ())}
     for i in instructions.values():
         if i.opcode in _NO_LAUNCH or i.opcode.endswith(("-done", "-update")):
@@ -213,7 +229,7 @@ def _launch(i: _Instruction, instructions: Mapping[str, _Instruction], inside: t
         results = results[:-1]
     written = sum(_array_bytes(element, sizes) for element, sizes in results)
     name = re.sub(r"(\.\d+)+$", "", i.name)
-    launch = KernelLaunch(name, kind, i.text("op_name"), read, written, inside)
+    launch = KernelLaunch(name, kind, i.text("op_name").removeprefix(_EXPORTED), read, written, inside)
     return _named_by_mosaic(launch, i.attributes) if kind == "mosaic" else launch
 
 

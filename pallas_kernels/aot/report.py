@@ -75,21 +75,19 @@ class CompileReport:
         return Comparison((self, other))
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.name} for {self.target}: {_plural(self.count, 'kernel')}"
-            f", {bytes_text(self.temporaries_bytes)} of temporaries, {bytes_text(self.bytes_moved)} moved between kernels"
-        ]
+        facts = (
+            _plural(self.count, "kernel"),
+            f"{bytes_text(self.temporaries_bytes)} of temporaries",
+            f"{bytes_text(self.bytes_moved)} moved between kernels",
+        )
+        lines = [f"{self.name} for {self.target}: {', '.join(facts)}"]
         if self.kernels:
-            rows = [(k.name, k.kind, bytes_text(k.bytes_read), bytes_text(k.bytes_written), _place(k)) for k in self.kernels]
-            lines += _table(("kernel", "kind", "reads", "writes", ""), rows, left=(0, 1, 4))
+            lines += _table(("kernel", "kind", "reads", "writes", ""), [_row(k) for k in self.kernels], left=(0, 1, 4))
         if self.mosaic:
-            lines += _table(
-                ("Mosaic kernel", "launches", "threads", "registers", "spilled", "shared memory", "tensor core"),
-                [_resources(m) for m in self.mosaic],
-                left=(0, 6),
-            )
-        warnings = [f"{m.name}: {text}" for m in self.mosaic for text in m.warnings]
-        return "\n".join([*lines, *dict.fromkeys(warnings)])
+            heads = ("Mosaic kernel", "launches", "threads", "registers", "spilled", "shared memory", "tensor core")
+            lines += _table(heads, [_resources(m) for m in self.mosaic], left=(0, 6))
+        warnings = dict.fromkeys(f"{m.name}: {text}" for m in self.mosaic for text in m.warnings)
+        return "\n".join([*lines, *warnings])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +140,9 @@ def _resources(m: MosaicKernel) -> tuple[str, ...]:
     return (m.name, *map(str, numbers), bytes_text(m.spill_bytes), bytes_text(m.smem_bytes), instructions)
 
 
-def _place(k: KernelLaunch) -> str:
-    return f"in {', '.join(k.inside)}" if k.inside else ""
+def _row(k: KernelLaunch) -> tuple[str, ...]:
+    place = f"in {', '.join(k.inside)}" if k.inside else ""
+    return (k.name, k.kind, bytes_text(k.bytes_read), bytes_text(k.bytes_written), place)
 
 
 def _plural(count: int, noun: str) -> str:

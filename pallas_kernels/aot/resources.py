@@ -63,9 +63,7 @@ def _kernel(name: str, report: Path) -> MosaicKernel:
     text, ptx = report.read_text(), report.with_suffix(".ptx").read_text()
     launch = report.with_suffix(".mlir-passes.log").read_text()
     used = _search(report, r"[Uu]sed (\d+) registers(?:.*?(\d+) bytes smem)?", text)
-    stack = _search(
-        report, r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
-    )
+    stack = _search(report, r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     counts = collections.Counter(_TENSOR_CORE.findall(ptx))
     return MosaicKernel(
         name=name,
