@@ -61,6 +61,9 @@ _SETTINGS = {
 }
 
 
+_SCRIPT = Path(__file__).with_name("_child.py")
+
+
 class CompileError(RuntimeError):
     """A program that was traced and lowered cannot be compiled; the message holds all the compiler said."""
 
@@ -223,7 +226,7 @@ def _run(folder: Path, timeout_s: float) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in _DROPPED}
     environment |= {**_SETTINGS, "TMPDIR": str(scratch)}
     # -P: the script's own folder is no place to import from
-    command = [sys.executable, "-P", str(Path(__file__).with_name("_child.py")), str(folder)]
+    command = [sys.executable, "-P", str(_SCRIPT), str(folder)]
     with _stopped_at_the_end(
         subprocess.Popen(
             command,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,7 +136,7 @@ def bytes_text(count: int) -> str:
 
 
 def _resources(m: MosaicKernel) -> tuple[str, ...]:
-    instructions = ", ".join(f"{n} {name}" for name, n in m.tensor_core) or "none"
+    instructions = ", ".join(f"{n} {_short(name)}" for name, n in m.tensor_core) or "none"
     numbers = (m.launches, m.threads, m.registers)
     return (m.name, *map(str, numbers), bytes_text(m.spill_bytes), bytes_text(m.smem_bytes), instructions)
 
@@ -143,6 +144,12 @@ def _resources(m: MosaicKernel) -> tuple[str, ...]:
 def _row(k: KernelLaunch) -> tuple[str, ...]:
     place = f"in {', '.join(k.inside)}" if k.inside else ""
     return (k.name, k.kind, bytes_text(k.bytes_read), bytes_text(k.bytes_written), place)
+
+
+def _short(instruction: str) -> str:
+    """Family and shape: ``wgmma m64n128k16``."""
+    shape = re.search(r"m\d+n\d+k\d+", instruction)
+    return " ".join([instruction.partition(".")[0], *([shape[0]] if shape else [])])
 
 
 def _plural(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ class MosaicKernel:
 
     Attributes:
       name: of the kernel's function.
-      launches: places in the program that launch it; None until it is known.
+      launches: places in the program that launch it.
       registers: of a thread.
       spill_store_bytes, spill_load_bytes: of a thread, to memory, because registers did not suffice.
       stack_bytes: of a thread.
@@ -28,7 +28,7 @@ class MosaicKernel:
     """
 
     name: str
-    launches: int | None
+    launches: int
     registers: int
     spill_store_bytes: int
     spill_load_bytes: int
@@ -52,11 +52,17 @@ class MosaicKernel:
 def read_dump(folder: Path) -> list[MosaicKernel]:
     """The kernels described in a dump folder; those of one name in the order in which they were compiled.
 
+    Who launches them is not known here: `MosaicKernel.launches` is 0.
+
     Raises:
       ValueError: a file is not as expected; the message names it and shows its text.
     """
-    reports = [(*path.stem.rpartition("_")[::2], path) for path in folder.glob("*.ptxas")]
-    return [_kernel(name, path) for name, _, path in sorted(reports, key=lambda r: (r[0], int(r[1])))]
+
+    def name_and_number(path: Path) -> tuple[str, int]:
+        name, _, number = path.stem.rpartition("_")
+        return name, int(number)
+
+    return [_kernel(name_and_number(path)[0], path) for path in sorted(folder.glob("*.ptxas"), key=name_and_number)]
 
 
 def _kernel(name: str, report: Path) -> MosaicKernel:
@@ -67,7 +73,7 @@ def _kernel(name: str, report: Path) -> MosaicKernel:
     counts = collections.Counter(_TENSOR_CORE.findall(ptx))
     return MosaicKernel(
         name=name,
-        launches=None,
+        launches=0,
         registers=int(used[1]),
         spill_store_bytes=int(stack[2]),
         spill_load_bytes=int(stack[3]),

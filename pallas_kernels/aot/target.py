@@ -8,6 +8,9 @@ import re
 from importlib import resources
 
 
+_FOLDER = resources.files("pallas_kernels.aot") / "targets"
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A described GPU.
@@ -45,8 +48,7 @@ class Target:
 @functools.cache
 def names() -> tuple[str, ...]:
     """The targets that there is a description of."""
-    files = (resources.files(__package__) / "targets").iterdir()
-    return tuple(sorted(f.name.removesuffix(".txtpb") for f in files if f.name.endswith(".txtpb")))
+    return tuple(sorted(f.name.removesuffix(".txtpb") for f in _FOLDER.iterdir() if f.name.endswith(".txtpb")))
 
 
 @functools.cache
@@ -58,4 +60,4 @@ def load(name: str) -> Target:
     """
     if name not in names():
         raise ValueError(f"target: expected one of {', '.join(names())}, found {name!r}")
-    return Target(name, (resources.files(__package__) / "targets" / f"{name}.txtpb").read_text(encoding="utf-8"))
+    return Target(name, (_FOLDER / f"{name}.txtpb").read_text(encoding="utf-8"))
