@@ -33,3 +33,27 @@ def races_found() -> bool:
 
     state = gpu_callbacks.get_races()
     return bool(state.races_found)
+
+
+def load(ref: Any, layout: Any, simulated: bool) -> Any:
+    """An array from global memory, over the threads as `layout` says.
+
+    The simulator of jax 0.10 knows neither layouts nor this load: what it reads is the same.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if simulated:
+        return ref[...]
+    if hasattr(plgpu, "store"):
+        return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, (), layout=layout, optimized=False)
+
+
+def store(ref: Any, value: Any, simulated: bool) -> None:
+    """An array to global memory. Before jax 0.12 an assignment is one that any layout allows."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if simulated or not hasattr(plgpu, "store"):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)

@@ -1,0 +1,1 @@
+"""Layer norm and RMS norm with the residual addition before them, forward and backward, for Hopper."""

@@ -1,0 +1,135 @@
+"""Rows in registers: what forward and backward share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _compat, _mosaic
+from pallas_kernels.norm.config import NormConfig, Segment, segments
+
+
+class Rows:
+    """A group of rows over the threads of one block, in segments of columns; statistics have one value a row.
+
+    In memory arrays are ``(groups, length)`` where one row is over all threads, else ``(groups, rows, length)``.
+    """
+
+    def __init__(self, config: NormConfig, length: int, width: int, itemsize: int, simulated: bool) -> None:
+        self.gpu = _mosaic.mosaic().gpu
+        self.config, self.simulated = config, simulated
+        self.length = length
+        self.segments = segments(length, config.threads, itemsize)
+        self.single = config.rows == 1
+        assert width >= self.segments[-1].start + self.segments[-1].width
+
+    # -- shapes and layouts ----------------------------------------------------------------------------
+
+    def grouped(self, x: Any) -> Any:
+        """An array ``(count, ...)`` as it lies in memory here."""
+        return x if self.single else x.reshape(x.shape[0] // self.config.rows, self.config.rows, *x.shape[1:])
+
+    def _shape(self, segment: Segment) -> tuple[int, ...]:
+        return (segment.width,) if self.single else (self.config.rows, segment.width)
+
+    def _layout(self, segment: Segment) -> Any:
+        """The threads of a row side by side, `vector` elements each."""
+        v, n = segment.vector, self.config.threads
+        tiles = ((n * v,), (32 * v,), (v,)) if self.single else ((self.config.rows, n * v), (v,))
+        tiling = self.gpu.Tiling(tiles)
+        return self.gpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    def _placed(self, x: Any, segment: Segment) -> Any:
+        return x if self.simulated else self.gpu.layout_cast(x, self._layout(segment))
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def _at(self, ref: Any, group: Any, segment: Segment) -> Any:
+        columns = slice(segment.start, segment.start + segment.width)
+        return ref.at[group, columns] if self.single else ref.at[group, :, columns]
+
+    def load(self, ref: Any, group: Any) -> tuple[Any, ...]:
+        """A group of rows as it is stored."""
+        return tuple(_compat.load(self._at(ref, group, s), self._layout(s), self.simulated) for s in self.segments)
+
+    def store(self, ref: Any, group: Any, values: Sequence[Any]) -> None:
+        for segment, value in zip(self.segments, values, strict=True):
+            _compat.store(self._at(ref, group, segment), value.astype(ref.dtype), self.simulated)
+
+    def load_parameter(self, ref: Any) -> tuple[Any, ...]:
+        """An array ``(length,)`` in float32, beside each row."""
+        found = []
+        for s in self.segments:
+            layout = self._layout(s) if self.single else self._layout(s).reduce(0)
+            value = _compat.load(ref.at[s.start : s.start + s.width], layout, self.simulated).astype(jnp.float32)
+            if not self.single:
+                value = self._placed(lax.broadcast_in_dim(value, self._shape(s), (1,)), s)
+            found.append(value)
+        return tuple(found)
+
+    def load_statistic(self, ref: Any, group: Any) -> Any:
+        if self.single:
+            return ref[group]
+        return _compat.load(ref.at[group], self._layout(self.segments[0]).reduce(1), self.simulated)
+
+    def store_statistic(self, ref: Any, group: Any, value: Any) -> None:
+        if self.single:
+            ref[group] = value
+        else:
+            _compat.store(ref.at[group], value, self.simulated)
+
+    # -- arithmetic --------------------------------------------------------------------------------------
+
+    def zeros(self) -> tuple[Any, ...]:
+        return tuple(self._placed(jnp.zeros(self._shape(s), jnp.float32), s) for s in self.segments)
+
+    def beside(self, statistic: Any) -> tuple[Any, ...]:
+        """One value a row, beside each element of it."""
+        if self.single:
+            return (statistic,) * len(self.segments)
+        return tuple(self._placed(lax.broadcast_in_dim(statistic, self._shape(s), (0,)), s) for s in self.segments)
+
+    def mean(self, values: Sequence[Any]) -> Any:
+        """Of each row: the elements of a thread in order, then pairs of threads."""
+        parts = [jnp.sum(self._counted(v, s), axis=-1) for v, s in zip(values, self.segments, strict=True)]
+        return sum(parts[1:], start=parts[0]) * (1.0 / self.length)
+
+    def _counted(self, value: Any, segment: Segment) -> Any:
+        if segment.is_whole:
+            return value
+        shape = self._shape(segment)
+        column = self._placed(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1), segment)
+        inside = column >= segment.first if segment.first else column < segment.last
+        return jnp.where(inside, value, 0.0)
+
+
+def each(f: Any, *values: Sequence[Any]) -> tuple[Any, ...]:
+    """A function of the segments of some rows."""
+    return tuple(f(*v) for v in zip(*values, strict=True))
+
+
+def wide(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(v.astype(jnp.float32) for v in values)
+
+
+def launch(body: Any, config: NormConfig, groups: int, out: Sequence[jax.ShapeDtypeStruct], interpret: Any) -> Any:
+    """A kernel of ``config.blocks`` blocks; ``body(block, groups of this block, *refs)``."""
+    gpu = _mosaic.mosaic().gpu
+
+    def kernel(*refs: Any) -> None:
+        block = lax.axis_index("block")
+        body(block, lax.div(groups - block + (config.blocks - 1), jnp.int32(config.blocks)), *refs)
+
+    kernel.__name__ = body.__name__
+    return gpu.kernel(
+        kernel,
+        out_type=list(out),
+        grid=(config.blocks,),
+        grid_names=("block",),
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
