@@ -49,8 +49,10 @@ class Rows:
     # -- memory ------------------------------------------------------------------------------------------
 
     def _at(self, ref: Any, group: Any, segment: Segment) -> Any:
+        """The segment of a group; `group` is None in an array of one."""
         columns = slice(segment.start, segment.start + segment.width)
-        return ref.at[group, columns] if self.single else ref.at[group, :, columns]
+        where = (columns,) if self.single else (slice(None), columns)
+        return ref.at[where] if group is None else ref.at[(group, *where)]
 
     def load(self, ref: Any, group: Any) -> tuple[Any, ...]:
         """A group of rows as it is stored."""
@@ -116,18 +118,35 @@ def wide(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v.astype(jnp.float32) for v in values)
 
 
-def launch(body: Any, config: NormConfig, groups: int, out: Sequence[jax.ShapeDtypeStruct], interpret: Any) -> Any:
-    """A kernel of ``config.blocks`` blocks; ``body(block, groups of this block, *refs)``."""
+def loop(config: NormConfig, groups: int, load: Any, step: Any, carry: Any = ()) -> Any:
+    """``carry = step(group, load(group), carry)`` for each group of the block this runs in.
+
+    With ``config.ahead`` the next group is read before this one is worked on.
+    """
+    block, stride = lax.axis_index("block"), jnp.int32(config.blocks)
+    rounds = lax.div(groups - block + (config.blocks - 1), stride)
+    if not config.ahead:
+        return lax.fori_loop(0, rounds, lambda k, c: step(block + k * stride, load(block + k * stride), c), carry)
+
+    def ahead(k: Any, state: Any) -> Any:
+        here, carry = state
+        group = block + k * stride
+        following = load(lax.min(group + stride, jnp.int32(groups - 1)))
+        return following, step(group, here, carry)
+
+    return lax.fori_loop(0, rounds, ahead, (load(block), carry))[1]
+
+
+def launch(
+    body: Any, config: NormConfig, out: Sequence[jax.ShapeDtypeStruct], interpret: Any, scratch: Sequence[Any] = ()
+) -> Any:
+    """A kernel of ``config.blocks`` blocks of one warpgroup."""
     gpu = _mosaic.mosaic().gpu
 
-    def kernel(*refs: Any) -> None:
-        block = lax.axis_index("block")
-        body(block, lax.div(groups - block + (config.blocks - 1), jnp.int32(config.blocks)), *refs)
-
-    kernel.__name__ = body.__name__
     return gpu.kernel(
-        kernel,
+        body,
         out_type=list(out),
+        scratch_types=list(scratch),
         grid=(config.blocks,),
         grid_names=("block",),
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),

@@ -24,6 +24,8 @@ class NormConfig:
     Attributes:
       rows: rows that a block has in registers at once: 1, over all four warps, or 4, one for each warp.
       blocks: size of the grid. Each block takes every `blocks`-th group of rows.
+      ahead: the next rows are read while these are worked on.
+      shared_sums: the backward adds up the gradients of scale and bias in shared memory, not in registers.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -31,6 +33,8 @@ class NormConfig:
 
     rows: int
     blocks: int
+    ahead: bool = True
+    shared_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in (1, 4):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels.norm._rows import Rows, each, launch, wide
+from pallas_kernels.norm._rows import Rows, each, launch, loop, wide
 from pallas_kernels.norm.config import MAX_LENGTH, NormConfig, default, padded
 
 FORMULAS = ("centered", "moments", "mean_square")
@@ -88,7 +88,7 @@ def forward(
     kept = {"mean": centered, "rstd": True, "slope": clamped} if with_statistics else {}
     kept = [name for name, wanted in kept.items() if wanted]
 
-    def norm_forward(block: Any, rounds: Any, *refs: Any) -> None:
+    def norm_forward(*refs: Any) -> None:
         read, rest = refs[: len(arrays)], list(refs[len(arrays) :])
         scale_ref = rest.pop(0) if scale is not None else None
         bias_ref = rest.pop(0) if bias is not None else None
@@ -99,9 +99,7 @@ def forward(
         def load(group: Any) -> Any:
             return tuple(rows.load(ref, group) for ref in read)
 
-        def step(k: Any, here: Any) -> Any:
-            group = block + k * config.blocks
-            ahead = load(lax.min(group + config.blocks, jnp.int32(groups - 1)))
+        def step(group: Any, here: Any, carry: Any) -> Any:
             s = here[0]
             if residual is not None:
                 s = each(lambda a, b: (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype), *here)
@@ -117,15 +115,15 @@ def forward(
             if bias_ref is not None:
                 y = each(lambda a, b: a + b, y, rows.load_parameter(bias_ref))
             rows.store(y_ref, group, y)
-            return ahead
+            return carry
 
-        lax.fori_loop(0, rounds, step, load(block))
+        loop(config, groups, load, step)
 
     struct = jax.ShapeDtypeStruct
     shape = jax.eval_shape(rows.grouped, struct((count, width), dtype)).shape
     results = [struct(shape, dtype), *([struct(shape, x.dtype)] if keep else [])]
     results += [struct(shape[:-1], jnp.float32) for _ in kept]
-    out = list(launch(norm_forward, config, groups, results, interpret)(*map(rows.grouped, arrays), *parameters))
+    out = list(launch(norm_forward, config, results, interpret)(*map(rows.grouped, arrays), *parameters))
     y = out.pop(0).reshape(count, width)[:, :length]
     total = out.pop(0).reshape(count, width)[:, :length] if keep else None
     stats = dict(zip(kept, (s.reshape(count) for s in out), strict=True))
