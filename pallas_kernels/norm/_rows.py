@@ -19,13 +19,12 @@ class Rows:
     In memory arrays are ``(groups, length)`` where one row is over all threads, else ``(groups, rows, length)``.
     """
 
-    def __init__(self, config: NormConfig, length: int, width: int, itemsize: int, simulated: bool) -> None:
+    def __init__(self, config: NormConfig, length: int, vector: int, simulated: bool) -> None:
         self.gpu = _mosaic.mosaic().gpu
         self.config, self.simulated = config, simulated
         self.length = length
-        self.segments = segments(length, config.threads, itemsize)
+        self.segments = segments(length, config.threads, vector)
         self.single = config.rows == 1
-        assert width >= self.segments[-1].start + self.segments[-1].width
 
     # -- shapes and layouts ----------------------------------------------------------------------------
 
@@ -42,6 +41,10 @@ class Rows:
         tiles = ((n * v,), (32 * v,), (v,)) if self.single else ((self.config.rows, n * v), (v,))
         tiling = self.gpu.Tiling(tiles)
         return self.gpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    def _row_layout(self, segment: Segment) -> Any:
+        """Of one row that each row of a group is put beside."""
+        return self._layout(segment) if self.single else self._layout(segment).reduce(0)
 
     def _placed(self, x: Any, segment: Segment) -> Any:
         return x if self.simulated else self.gpu.layout_cast(x, self._layout(segment))
@@ -66,8 +69,8 @@ class Rows:
         """An array ``(length,)`` in float32, beside each row."""
         found = []
         for s in self.segments:
-            layout = self._layout(s) if self.single else self._layout(s).reduce(0)
-            value = _compat.load(ref.at[s.start : s.start + s.width], layout, self.simulated).astype(jnp.float32)
+            where = ref.at[s.start : s.start + s.width]
+            value = _compat.load(where, self._row_layout(s), self.simulated).astype(jnp.float32)
             if not self.single:
                 value = self._placed(lax.broadcast_in_dim(value, self._shape(s), (1,)), s)
             found.append(value)
@@ -84,6 +87,11 @@ class Rows:
         else:
             _compat.store(ref.at[group], value, self.simulated)
 
+    def held(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The same values, of which the compiler does not know that they are."""
+        pairs = zip(values, self.segments, strict=True)
+        return tuple(lax.optimization_barrier(v) if s.vector > 1 else v for v, s in pairs)
+
     # -- arithmetic --------------------------------------------------------------------------------------
 
     def zeros(self) -> tuple[Any, ...]:
@@ -94,6 +102,22 @@ class Rows:
         if self.single:
             return (statistic,) * len(self.segments)
         return tuple(self._placed(lax.broadcast_in_dim(statistic, self._shape(s), (0,)), s) for s in self.segments)
+
+    def over_rows(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The sum over the rows of a group, ``(width,)`` for each segment."""
+        return tuple(values) if self.single else tuple(jnp.sum(v, axis=0) for v in values)
+
+    def zero_row(self) -> tuple[Any, ...]:
+        found = (jnp.zeros((s.width,), jnp.float32) for s in self.segments)
+        return tuple(
+            v if self.simulated else self.gpu.layout_cast(v, self._row_layout(s))
+            for v, s in zip(found, self.segments, strict=True)
+        )
+
+    def store_row(self, ref: Any, index: Any, values: Sequence[Any]) -> None:
+        """One row of an array ``(count, ...)``."""
+        for s, value in zip(self.segments, values, strict=True):
+            _compat.store(ref.at[index, s.start : s.start + s.width], value, self.simulated)
 
     def mean(self, values: Sequence[Any]) -> Any:
         """Of each row: the elements of a thread in order, then pairs of threads."""
@@ -121,11 +145,11 @@ def wide(values: Sequence[Any]) -> tuple[Any, ...]:
 def loop(config: NormConfig, groups: int, load: Any, step: Any, carry: Any = ()) -> Any:
     """``carry = step(group, load(group), carry)`` for each group of the block this runs in.
 
-    With ``config.ahead`` the next group is read before this one is worked on.
+    Unless ``config.lean`` the next group is read before this one is worked on.
     """
     block, stride = lax.axis_index("block"), jnp.int32(config.blocks)
     rounds = lax.div(groups - block + (config.blocks - 1), stride)
-    if not config.ahead:
+    if config.lean:
         return lax.fori_loop(0, rounds, lambda k, c: step(block + k * stride, load(block + k * stride), c), carry)
 
     def ahead(k: Any, state: Any) -> Any:
@@ -138,16 +162,15 @@ def loop(config: NormConfig, groups: int, load: Any, step: Any, carry: Any = ())
 
 
 def launch(
-    body: Any, config: NormConfig, out: Sequence[jax.ShapeDtypeStruct], interpret: Any, scratch: Sequence[Any] = ()
+    body: Any, blocks: int, out: Sequence[jax.ShapeDtypeStruct], interpret: Any, scratch: Sequence[Any] = ()
 ) -> Any:
-    """A kernel of ``config.blocks`` blocks of one warpgroup."""
+    """A kernel of `blocks` blocks of one warpgroup."""
     gpu = _mosaic.mosaic().gpu
-
     return gpu.kernel(
         body,
         out_type=list(out),
         scratch_types=list(scratch),
-        grid=(config.blocks,),
+        grid=(blocks,),
         grid_names=("block",),
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
         interpret=interpret,

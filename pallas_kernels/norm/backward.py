@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _compat, _mosaic
 from pallas_kernels.norm._rows import Rows, each, launch, loop, wide
-from pallas_kernels.norm.config import MAX_LENGTH, NormConfig, default, padded
+from pallas_kernels.norm.config import LANES, MAX_LENGTH, NormConfig, default, padded
 
 
 class Backward(NamedTuple):
-    """dX as ``(count, length)``, dscale and dbias as ``(length,)`` in float32. None: not asked for."""
+    """dX as ``(count, length)``, dscale and dbias as ``(length,)``. None: not asked for."""
 
     dx: Any
     dscale: Any
@@ -40,8 +41,8 @@ def backward(
     dsum: Any = None,
     *,
     with_dx: bool = True,
-    with_dscale: bool = False,
-    with_dbias: bool = False,
+    dscale: Any = None,
+    dbias: Any = None,
     config: NormConfig | None = None,
     interpret: Any = None,
 ) -> Backward:
@@ -57,8 +58,8 @@ def backward(
       residual: added to `x` again.
       dsum: cotangent of S from elsewhere, added to dX.
       with_dx: dX is wanted.
-      with_dscale: the sum of dY N over rows is wanted.
-      with_dbias: the sum of dY over rows is wanted.
+      dscale: type that the sum of dY N over rows is wanted in, None where it is not.
+      dbias: likewise of the sum of dY.
       config: the launch.
       interpret: parameters of the simulator.
 
@@ -68,16 +69,17 @@ def backward(
     count, length = x.shape
     if length > MAX_LENGTH:
         raise ValueError(f"backward: expected rows of at most {MAX_LENGTH} elements, found {length}")
-    config = config or default(count, length, _mosaic.sm_count(), backward=True)
+    config = config or default(count, length, x.dtype.itemsize, _mosaic.sm_count(), backward=True)
     config.check(count, length)
     arrays = {"dy": dy, "x": x, "residual": residual, "dsum": dsum if with_dx else None}
     arrays = {name: a for name, a in arrays.items() if a is not None}
     statistics = {name: s for name, s in (("rstd", rstd), ("mean", mean), ("slope", slope)) if s is not None}
     factor = {"scale": scale} if scale is not None and with_dx else {}
     width = padded(length, config.threads)
-    rows = Rows(config, length, width, min(a.dtype.itemsize for a in arrays.values()), bool(interpret))
+    # Sums over the rows of a group go through shared memory, four floats at a time.
+    rows = Rows(config, length, min(16 // x.dtype.itemsize, 8 if config.rows == 1 else 4), bool(interpret))
     groups = count // config.rows
-    sums = [name for name, wanted in (("dscale", with_dscale), ("dbias", with_dbias)) if wanted]
+    sums = {name: dtype for name, dtype in (("dscale", dscale), ("dbias", dbias)) if dtype is not None}
 
     def norm_backward(*refs: Any) -> None:
         given = iter(refs)
@@ -86,28 +88,32 @@ def backward(
         scale_ref = next(given) if factor else None
         dx_ref = next(given) if with_dx else None
         partial = {name: next(given) for name in sums}
-        totals = _Totals(rows, config, sums, list(given))
+        totals = _Totals(rows, config, list(sums), list(given))
 
         def load(group: Any) -> Any:
             return {name: rows.load(ref, group) for name, ref in read.items()}
 
         def step(group: Any, here: Any, carry: Any) -> Any:
             row = {name: rows.load_statistic(ref, group) for name, ref in kept.items()}
-            dy, s = wide(here["dy"]), wide(here["x"])
-            if residual is not None:
-                s = each(lambda a, b: (a + b).astype(x.dtype).astype(jnp.float32), s, wide(here["residual"]))
-            root = rows.beside(row["rstd"])
-            if mean is not None:
-                s = each(lambda a, m: a - m, s, rows.beside(row["mean"]))
-            n = each(lambda a, r: a * r, s, root)
+            n, dy = _normalized(rows, here, row), wide(here["dy"])
             terms = {"dscale": lambda: each(lambda a, b: a * b, dy, n), "dbias": lambda: dy}
             carry = totals.add(carry, {name: terms[name]() for name in sums})
-            if dx_ref is not None:
-                g = dy if scale_ref is None else each(lambda a, b: a * b, dy, rows.load_parameter(scale_ref))
-                dx = _dx(rows, g, n, root, row, centered=mean is not None)
-                if "dsum" in here:
-                    dx = each(lambda a, b: a + b, dx, wide(here["dsum"]))
-                rows.store(dx_ref, group, dx)
+            if dx_ref is None:
+                return carry
+            g = _scaled(rows, dy, scale_ref)
+            along = rows.mean(each(lambda a, b: a * b, g, n))
+            along = along * row["slope"] if "slope" in row else along
+            across = rows.mean(g) if "mean" in row else None
+            if config.lean:  # what was read takes half the registers
+                here = {name: rows.held(value) for name, value in here.items()}
+                n, g = _normalized(rows, here, row), _scaled(rows, wide(here["dy"]), scale_ref)
+            dx = each(lambda a, b, c: a - b * c, g, n, rows.beside(along))
+            if across is not None:
+                dx = each(lambda a, m: a - m, dx, rows.beside(across))
+            dx = each(lambda a, r: a * r, dx, rows.beside(row["rstd"]))
+            if "dsum" in here:
+                dx = each(lambda a, b: a + b, dx, wide(here["dsum"]))
+            rows.store(dx_ref, group, dx)
             return carry
 
         totals.write(partial, loop(config, groups, load, step, totals.start()))
@@ -115,35 +121,40 @@ def backward(
     struct = jax.ShapeDtypeStruct
     shape = jax.eval_shape(rows.grouped, struct((count, width), dy.dtype)).shape
     out = [struct(shape, x.dtype)] if with_dx else []
-    blocks = (config.blocks, *shape[1:])
-    out += [struct(blocks, jnp.float32) for _ in sums]
-    scratch = [rows.gpu.SMEM(shape[1:], jnp.float32) for _ in sums] if config.shared_sums else []
+    out += [struct((_up(config.blocks, 4), _up(width, _COLUMNS)), jnp.float32) for _ in sums]
+    scratch = [rows.gpu.SMEM(shape[1:], jnp.float32) for _ in sums] if config.lean else []
     beyond = width - length
     inputs = [rows.grouped(jnp.pad(a, ((0, 0), (0, beyond))) if beyond else a) for a in arrays.values()]
     inputs += [rows.grouped(s) for s in statistics.values()]
     inputs += [jnp.pad(s, (0, beyond)) if beyond else s for s in factor.values()]
-    found = list(launch(norm_backward, config, out, interpret, scratch)(*inputs))
+    found = list(launch(norm_backward, config.blocks, out, interpret, scratch)(*inputs))
     dx = found.pop(0).reshape(count, width)[:, :length] if with_dx else None
-    added = dict(zip(sums, (jnp.sum(p.reshape(-1, width), axis=0)[:length] for p in found), strict=True))
+    added = dict(zip(sums, _added(found, list(sums.values()), interpret), strict=True)) if sums else {}
+    added = {name: total[:length] for name, total in added.items()}
     return Backward(dx, added.get("dscale"), added.get("dbias"))
 
 
-def _dx(rows: Rows, g: Any, n: Any, root: Any, row: dict[str, Any], centered: bool) -> Any:
-    along = rows.mean(each(lambda a, b: a * b, g, n))
-    if "slope" in row:
-        along = along * row["slope"]
-    inner = each(lambda a, b, c: a - b * c, g, n, rows.beside(along))
-    if centered:
-        inner = each(lambda a, m: a - m, inner, rows.beside(rows.mean(g)))
-    return each(lambda a, r: a * r, inner, root)
+def _normalized(rows: Rows, here: dict[str, Any], row: dict[str, Any]) -> Any:
+    """N of some rows."""
+    s = wide(here["x"])
+    if "residual" in here:
+        dtype = here["x"][0].dtype
+        s = each(lambda a, b: (a + b).astype(dtype).astype(jnp.float32), s, wide(here["residual"]))
+    if "mean" in row:
+        s = each(lambda a, m: a - m, s, rows.beside(row["mean"]))
+    return each(lambda a, r: a * r, s, rows.beside(row["rstd"]))
+
+
+def _scaled(rows: Rows, dy: Any, scale_ref: Any) -> Any:
+    return dy if scale_ref is None else each(lambda a, b: a * b, dy, rows.load_parameter(scale_ref))
 
 
 class _Totals:
     """Sums over the rows of a block, in registers or in shared memory."""
 
     def __init__(self, rows: Rows, config: NormConfig, names: list[str], scratch: list[Any]) -> None:
-        self.rows, self.names = rows, names
-        self.scratch = dict(zip(names, scratch, strict=True)) if config.shared_sums else None
+        self.rows, self.config, self.names = rows, config, names
+        self.scratch = dict(zip(names, scratch, strict=True)) if config.lean else None
 
     def start(self) -> Any:
         zeros = {name: self.rows.zeros() for name in self.names}
@@ -162,7 +173,57 @@ class _Totals:
         return carry
 
     def write(self, partial: dict[str, Any], carry: Any) -> None:
-        block = jax.lax.axis_index("block")
+        """A row for each block; the first block also writes the zeros that make them a multiple of four."""
+        block, pl = lax.axis_index("block"), _mosaic.mosaic().pl
         for name, ref in partial.items():
             total = carry[name] if self.scratch is None else self.rows.load(self.scratch[name], None)
-            self.rows.store(ref, block, total)
+            total = self.rows.over_rows(total)
+            self.rows.store_row(ref, block, total)
+            beyond = range(self.config.blocks, ref.shape[0])
+
+            @pl.when(block == 0)
+            def _(ref: Any = ref, beyond: range = beyond) -> None:
+                for index in beyond:
+                    self.rows.store_row(ref, index, self.rows.zero_row())
+
+
+#: Columns that a block of the second kernel adds up: two neighbours a lane, a row of sums for each of its warps.
+_COLUMNS = 2 * LANES
+#: Rows of sums a warp reads before it adds.
+_UNROLL = 8
+
+
+def _added(partial: list[Any], dtypes: list[Any], interpret: Any) -> list[Any]:
+    """Arrays ``(4 n, width)`` added up over rows: every fourth row by one warp, in order, then the four."""
+    gpu = _mosaic.mosaic().gpu
+    rounds, width = partial[0].shape[0] // 4, partial[0].shape[1]
+    layout = gpu.Layout.TILED(gpu.Tiling(((4, _COLUMNS), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    simulated = bool(interpret)
+
+    def norm_sums(*refs: Any) -> None:
+        block = lax.axis_index("block")
+        for ref, out in zip(refs[: len(partial)], refs[len(partial) :], strict=True):
+
+            def read(k: Any, ref: Any = ref) -> Any:
+                return _compat.load(ref.at[k, :, block], layout, simulated)
+
+            def step(k: Any, total: Any, read: Any = read) -> Any:
+                for value in [read(k * _UNROLL + j) for j in range(_UNROLL)]:
+                    total = total + value
+                return total
+
+            total = jnp.zeros((4, _COLUMNS), jnp.float32)
+            total = total if simulated else gpu.layout_cast(total, layout)
+            total = lax.fori_loop(0, jnp.int32(rounds // _UNROLL), step, total)
+            for k in range(rounds // _UNROLL * _UNROLL, rounds):
+                total = total + read(k)
+            _compat.store(out.at[block], jnp.sum(total, axis=0).astype(out.dtype), simulated)
+
+    columns = width // _COLUMNS
+    out = [jax.ShapeDtypeStruct((columns, _COLUMNS), dtype) for dtype in dtypes]
+    found = launch(norm_sums, columns, out, interpret)(*(p.reshape(rounds, 4, columns, _COLUMNS) for p in partial))
+    return [total.reshape(width) for total in found]
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

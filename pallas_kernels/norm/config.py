@@ -7,7 +7,7 @@ import dataclasses
 #: Lanes of a warp and threads of the one warpgroup that a block has.
 LANES, THREADS = 32, 128
 
-#: Elements of a row that a thread may hold in registers; the backward holds two arrays and two sums of them.
+#: Elements of a row that a thread may hold in registers.
 MAX_ELEMENTS = 64
 
 #: The longest row one block can hold.
@@ -24,8 +24,8 @@ class NormConfig:
     Attributes:
       rows: rows that a block has in registers at once: 1, over all four warps, or 4, one for each warp.
       blocks: size of the grid. Each block takes every `blocks`-th group of rows.
-      ahead: the next rows are read while these are worked on.
-      shared_sums: the backward adds up the gradients of scale and bias in shared memory, not in registers.
+      lean: for long rows, with no register to spare: the next rows are not read ahead, and the backward computes
+        again what it would hold, and adds up the gradients of scale and bias in shared memory.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -33,8 +33,7 @@ class NormConfig:
 
     rows: int
     blocks: int
-    ahead: bool = True
-    shared_sums: bool = False
+    lean: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in (1, 4):
@@ -62,16 +61,17 @@ class NormConfig:
             )
 
 
-def default(count: int, length: int, sm_count: int, backward: bool = False) -> NormConfig:
-    """The launch for `count` rows of `length` elements.
+def default(count: int, length: int, itemsize: int, sm_count: int, backward: bool = False) -> NormConfig:
+    """The launch for `count` rows of `length` elements of `itemsize` bytes.
 
-    As many blocks as keep some 32 KiB of each array in flight on a multiprocessor; fewer in the backward, where each
+    As many blocks as keep some 32 KiB of each array in flight on a multiprocessor; two in the backward, where each
     block writes sums as long as a row.
     """
     rows = 4 if length <= _SHORT and count % 4 == 0 else 1
     elements = max(1, length * rows // THREADS)
-    resident = max(1, min(16, 2 if backward else 16, 128 // elements))
-    return NormConfig(rows, min(count // rows, sm_count * resident))
+    resident = max(2, min(2 if backward else 16, 128 // elements))
+    lean = elements * itemsize > (64 if backward else 128)
+    return NormConfig(rows, min(count // rows, sm_count * resident), lean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +98,15 @@ def padded(length: int, threads: int) -> int:
     return max(length, threads)
 
 
-def segments(length: int, threads: int, itemsize: int) -> tuple[Segment, ...]:
-    """A row cut into accesses that are as wide as its alignment allows, and at most 16 bytes of the narrowest array.
+def segments(length: int, threads: int, vector: int) -> tuple[Segment, ...]:
+    """A row cut into accesses that are as wide as its alignment allows, and at most `vector` elements.
 
     A remainder shorter than `threads` is read with the elements before it, which are there already.
     """
     if length <= threads:
         return (Segment(0, threads, 1, 0, length),)
     found: list[Segment] = []
-    start, vector = 0, 16 // itemsize
+    start = 0
     while vector:
         count = (length - start) // (threads * vector) if length % vector == 0 else 0
         if count:

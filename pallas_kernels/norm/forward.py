@@ -72,14 +72,13 @@ def forward(
         raise ValueError(f"forward(variance=...): expected one of {FORMULAS}, found {variance!r}")
     if length > MAX_LENGTH:
         raise ValueError(f"forward: expected rows of at most {MAX_LENGTH} elements, found {length}")
-    config = config or default(count, length, _mosaic.sm_count())
+    config = config or default(count, length, x.dtype.itemsize, _mosaic.sm_count())
     config.check(count, length)
     width, centered = padded(length, config.threads), variance != "mean_square"
     arrays = [x] + ([residual] if residual is not None else [])
     parameters = [p for p in (scale, bias) if p is not None]
     dtype = jnp.dtype(dtype or x.dtype)
-    itemsize = min(a.dtype.itemsize for a in arrays)
-    rows = Rows(config, length, width, itemsize, bool(interpret))
+    rows = Rows(config, length, 16 // x.dtype.itemsize, bool(interpret))
     if width > length:
         arrays = [jnp.pad(a, ((0, 0), (0, width - length))) for a in arrays]
         parameters = [jnp.pad(p, (0, width - length)) for p in parameters]
@@ -123,7 +122,7 @@ def forward(
     shape = jax.eval_shape(rows.grouped, struct((count, width), dtype)).shape
     results = [struct(shape, dtype), *([struct(shape, x.dtype)] if keep else [])]
     results += [struct(shape[:-1], jnp.float32) for _ in kept]
-    out = list(launch(norm_forward, config, results, interpret)(*map(rows.grouped, arrays), *parameters))
+    out = list(launch(norm_forward, config.blocks, results, interpret)(*map(rows.grouped, arrays), *parameters))
     y = out.pop(0).reshape(count, width)[:, :length]
     total = out.pop(0).reshape(count, width)[:, :length] if keep else None
     stats = dict(zip(kept, (s.reshape(count) for s in out), strict=True))
