@@ -61,17 +61,32 @@ class NormConfig:
             )
 
 
+def default_rows(count: int, length: int) -> int:
+    """Rows a block works on at once."""
+    return 4 if length <= _SHORT and count % 4 == 0 else 1
+
+
 def default(count: int, length: int, itemsize: int, sm_count: int, backward: bool = False) -> NormConfig:
     """The launch for `count` rows of `length` elements of `itemsize` bytes.
 
     As many blocks as keep some 32 KiB of each array in flight on a multiprocessor; two in the backward, where each
     block writes sums as long as a row.
     """
-    rows = 4 if length <= _SHORT and count % 4 == 0 else 1
+    rows = default_rows(count, length)
     elements = max(1, length * rows // THREADS)
     resident = max(2, min(2 if backward else 16, 128 // elements))
     lean = elements * itemsize > (64 if backward else 128)
     return NormConfig(rows, min(count // rows, sm_count * resident), lean)
+
+
+def padded_length(count: int, length: int) -> int:
+    """The length rows have in memory: no shorter than the threads that share one by default."""
+    return padded(length, THREADS // default_rows(count, length))
+
+
+def partial_bytes(count: int, length: int, itemsize: int, sm_count: int = 132) -> int:
+    """Bytes written and read for one sum over rows, by default."""
+    return 8 * length * default(count, length, itemsize, sm_count, backward=True).blocks
 
 
 @dataclasses.dataclass(frozen=True)
