@@ -32,6 +32,11 @@ class Rows:
         """An array ``(count, ...)`` as it lies in memory here."""
         return x if self.single else x.reshape(x.shape[0] // self.config.rows, self.config.rows, *x.shape[1:])
 
+    def struct(self, count: int, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """An array ``(count, width)``, or for a width of 0 one value a row."""
+        tail = (width,) if width else ()
+        return jax.eval_shape(self.grouped, jax.ShapeDtypeStruct((count, *tail), dtype))
+
     def _shape(self, segment: Segment) -> tuple[int, ...]:
         return (segment.width,) if self.single else (self.config.rows, segment.width)
 
@@ -142,6 +147,14 @@ def wide(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(v.astype(jnp.float32) for v in values)
 
 
+def added(here: dict[str, Any]) -> tuple[Any, ...]:
+    """``x + residual``, rounded to their type as an addition would; x where nothing is added."""
+    if "residual" not in here:
+        return here["x"]
+    terms = zip(here["x"], here["residual"], strict=True)
+    return tuple((a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype) for a, b in terms)
+
+
 def loop(config: NormConfig, groups: int, load: Any, step: Any, carry: Any = ()) -> Any:
     """``carry = step(group, load(group), carry)`` for each group of the block this runs in.
 
@@ -162,16 +175,35 @@ def loop(config: NormConfig, groups: int, load: Any, step: Any, carry: Any = ())
 
 
 def launch(
-    body: Any, blocks: int, out: Sequence[jax.ShapeDtypeStruct], interpret: Any, scratch: Sequence[Any] = ()
-) -> Any:
-    """A kernel of `blocks` blocks of one warpgroup."""
+    body: Any, blocks: int, inputs: dict[str, Any], out: dict[str, Any], interpret: Any, scratch: dict[str, Any]
+) -> dict[str, Any]:
+    """Results, by name, of a kernel of `blocks` blocks of one warpgroup; ``body`` takes all references by name."""
     gpu = _mosaic.mosaic().gpu
-    return gpu.kernel(
-        body,
-        out_type=list(out),
-        scratch_types=list(scratch),
+    names = [*inputs, *out, *scratch]
+
+    def kernel(*refs: Any) -> None:
+        body(dict(zip(names, refs, strict=True)))
+
+    kernel.__name__ = body.__name__
+    found = gpu.kernel(
+        kernel,
+        out_type=list(out.values()),
+        scratch_types=list(scratch.values()),
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )
+    )(*inputs.values())
+    return dict(zip(out, found, strict=True))
+
+
+def widened(arrays: dict[str, Any], length: int, width: int) -> dict[str, Any]:
+    """Arrays whose last dimension is `length`, padded to `width`."""
+    if width == length:
+        return arrays
+    return {name: jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, width - length),)) for name, a in arrays.items()}
+
+
+def present(**arrays: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: a for name, a in arrays.items() if a is not None}

@@ -8,15 +8,15 @@ Ba, Kiros and Hinton, "Layer normalization", 2016; Zhang and Sennrich, "Root mea
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels.norm._rows import Rows, each, launch, loop, wide
-from pallas_kernels.norm.config import MAX_LENGTH, NormConfig, default, padded
+from pallas_kernels.norm._rows import Rows, added, each, launch, loop, present, wide, widened
+from pallas_kernels.norm.config import NormConfig, default, padded
 
 FORMULAS = ("centered", "moments", "mean_square")
 
@@ -65,82 +65,78 @@ def forward(
       interpret: parameters of the simulator.
 
     Raises:
-      ValueError: for rows longer than `MAX_LENGTH`, an unknown formula, or a launch that does not fit.
+      ValueError: for an unknown formula, rows that are too long, or a launch that does not fit.
     """
     count, length = x.shape
     if variance not in FORMULAS:
         raise ValueError(f"forward(variance=...): expected one of {FORMULAS}, found {variance!r}")
-    if length > MAX_LENGTH:
-        raise ValueError(f"forward: expected rows of at most {MAX_LENGTH} elements, found {length}")
     config = config or default(count, length, x.dtype.itemsize, _mosaic.sm_count())
     config.check(count, length)
-    width, centered = padded(length, config.threads), variance != "mean_square"
-    arrays = [x] + ([residual] if residual is not None else [])
-    parameters = [p for p in (scale, bias) if p is not None]
-    dtype = jnp.dtype(dtype or x.dtype)
     rows = Rows(config, length, 16 // x.dtype.itemsize, bool(interpret))
-    if width > length:
-        arrays = [jnp.pad(a, ((0, 0), (0, width - length))) for a in arrays]
-        parameters = [jnp.pad(p, (0, width - length)) for p in parameters]
-    groups = count // config.rows
-    keep = with_sum and residual is not None
-    kept = {"mean": centered, "rstd": True, "slope": clamped} if with_statistics else {}
-    kept = [name for name, wanted in kept.items() if wanted]
+    width = padded(length, config.threads)
+    inputs = {k: rows.grouped(a) for k, a in widened(present(x=x, residual=residual), length, width).items()}
+    inputs |= widened(present(scale=scale, bias=bias), length, width)
+    out = {"y": rows.struct(count, width, dtype or x.dtype)}
+    if with_sum and residual is not None:
+        out["sum"] = rows.struct(count, width, x.dtype)
+    if with_statistics:
+        kept = {"mean": variance != "mean_square", "rstd": True, "slope": clamped}
+        out |= {name: rows.struct(count, 0, jnp.float32) for name, wanted in kept.items() if wanted}
+    norm = _Norm(rows, count // config.rows, eps, variance, clamped)
+    found = launch(norm.norm_forward, config.blocks, inputs, out, interpret, {})
+    arrays = {k: found[k].reshape(count, width)[:, :length] for k in ("y", "sum") if k in found}
+    return Forward(
+        **(dict.fromkeys(Forward._fields) | {k: a.reshape(count) for k, a in found.items() if k not in arrays} | arrays)
+    )
 
-    def norm_forward(*refs: Any) -> None:
-        read, rest = refs[: len(arrays)], list(refs[len(arrays) :])
-        scale_ref = rest.pop(0) if scale is not None else None
-        bias_ref = rest.pop(0) if bias is not None else None
-        y_ref = rest.pop(0)
-        sum_ref = rest.pop(0) if keep else None
-        out = dict(zip(kept, rest, strict=True))
+
+@dataclasses.dataclass(frozen=True)
+class _Norm:
+    """The kernel: what it computes, of how many groups of rows."""
+
+    rows: Rows
+    groups: int
+    eps: float
+    variance: str
+    clamped: bool
+
+    def norm_forward(self, refs: dict[str, Any]) -> None:
+        rows = self.rows
+        read = {name: refs[name] for name in ("x", "residual") if name in refs}
 
         def load(group: Any) -> Any:
-            return tuple(rows.load(ref, group) for ref in read)
+            return {name: rows.load(ref, group) for name, ref in read.items()}
 
         def step(group: Any, here: Any, carry: Any) -> Any:
-            s = here[0]
-            if residual is not None:
-                s = each(lambda a, b: (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(x.dtype), *here)
-            if sum_ref is not None:
-                rows.store(sum_ref, group, s)
-            s = wide(s)
-            found, centered_s, root = _statistics(rows, s, eps, variance, clamped)
-            for name, ref in out.items():
-                rows.store_statistic(ref, group, found[name])
-            y = each(lambda c, r: c * r, centered_s, rows.beside(root))
-            if scale_ref is not None:
-                y = each(lambda a, b: a * b, y, rows.load_parameter(scale_ref))
-            if bias_ref is not None:
-                y = each(lambda a, b: a + b, y, rows.load_parameter(bias_ref))
-            rows.store(y_ref, group, y)
+            s = added(here)
+            if "sum" in refs:
+                rows.store(refs["sum"], group, s)
+            found, centered = self.statistics(wide(s))
+            for name, value in found.items():
+                if name in refs:
+                    rows.store_statistic(refs[name], group, value)
+            y = each(lambda c, r: c * r, centered, rows.beside(found["rstd"]))
+            if "scale" in refs:
+                y = each(lambda a, b: a * b, y, rows.load_parameter(refs["scale"]))
+            if "bias" in refs:
+                y = each(lambda a, b: a + b, y, rows.load_parameter(refs["bias"]))
+            rows.store(refs["y"], group, y)
             return carry
 
-        loop(config, groups, load, step)
+        loop(rows.config, self.groups, load, step)
 
-    struct = jax.ShapeDtypeStruct
-    shape = jax.eval_shape(rows.grouped, struct((count, width), dtype)).shape
-    results = [struct(shape, dtype), *([struct(shape, x.dtype)] if keep else [])]
-    results += [struct(shape[:-1], jnp.float32) for _ in kept]
-    out = list(launch(norm_forward, config.blocks, results, interpret)(*map(rows.grouped, arrays), *parameters))
-    y = out.pop(0).reshape(count, width)[:, :length]
-    total = out.pop(0).reshape(count, width)[:, :length] if keep else None
-    stats = dict(zip(kept, (s.reshape(count) for s in out), strict=True))
-    return Forward(y, total, stats.get("mean"), stats.get("rstd"), stats.get("slope"))
-
-
-def _statistics(rows: Rows, s: Any, eps: float, variance: str, clamped: bool) -> tuple[dict[str, Any], Any, Any]:
-    """``(mean, rstd and slope of each row, what is multiplied by rstd, rstd)``."""
-    found: dict[str, Any] = {}
-    centered = s
-    if variance != "mean_square":
-        found["mean"] = rows.mean(s)
-        centered = each(lambda a, m: a - m, s, rows.beside(found["mean"]))
-    v = rows.mean(each(jnp.square, centered if variance == "centered" else s))
-    if variance == "moments":
-        v = v - found["mean"] * found["mean"]
-    if clamped:
-        found["slope"] = jnp.where(v > 0.0, 1.0, jnp.where(v == 0.0, 0.5, 0.0))
-        v = jnp.maximum(v, 0.0)
-    found["rstd"] = lax.rsqrt(v + eps)
-    return found, centered, found["rstd"]
+    def statistics(self, s: Any) -> tuple[dict[str, Any], Any]:
+        """``(mean, rstd and slope of each row, what is multiplied by rstd)``."""
+        found: dict[str, Any] = {}
+        rows, centered = self.rows, s
+        if self.variance != "mean_square":
+            found["mean"] = rows.mean(s)
+            centered = each(lambda a, m: a - m, s, rows.beside(found["mean"]))
+        v = rows.mean(each(jnp.square, centered if self.variance == "centered" else s))
+        if self.variance == "moments":
+            v = v - found["mean"] * found["mean"]
+        if self.clamped:
+            found["slope"] = jnp.where(v > 0.0, 1.0, jnp.where(v == 0.0, 0.5, 0.0))
+            v = jnp.maximum(v, 0.0)
+        found["rstd"] = lax.rsqrt(v + self.eps)
+        return found, centered
