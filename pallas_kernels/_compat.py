@@ -5,7 +5,10 @@ Each function is one fact that no public API offers on every supported release; 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import jax
 
 
 def interpret_params_class() -> type[Any]:
@@ -44,16 +47,25 @@ def load(ref: Any, layout: Any, simulated: bool) -> Any:
 
     if simulated:
         return ref[...]
-    if hasattr(plgpu, "store"):
-        return plgpu.load(ref, layout=layout, optimized=False)
-    return plgpu.load(ref, (), layout=layout, optimized=False)
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: Any, simulated: bool) -> None:
-    """An array to global memory. Before jax 0.12 an assignment is one that any layout allows."""
+    """An array to global memory. Where jax has no such store an assignment allows any layout."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     if simulated or not hasattr(plgpu, "store"):
         ref[...] = value
     else:
         plgpu.store(ref, value, optimized=False)
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - a flag pyright does not know
+
+
+def plugin_version() -> str:
+    """The release that the packages of jax's CUDA plugin must have: jax's own."""
+    return jax.__version__
