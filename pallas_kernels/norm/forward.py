@@ -136,7 +136,8 @@ class _Norm:
         if self.variance == "moments":
             v = v - found["mean"] * found["mean"]
         if self.clamped:
-            found["slope"] = jnp.where(v > 0.0, 1.0, jnp.where(v == 0.0, 0.5, 0.0))
+            one = jnp.float32(1)
+            found["slope"] = jnp.where(v > 0.0, one, jnp.where(v == 0.0, one * 0.5, one * 0.0))
             v = jnp.maximum(v, 0.0)
         found["rstd"] = lax.rsqrt(v + self.eps)
         return found, centered
