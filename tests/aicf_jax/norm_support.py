@@ -188,6 +188,10 @@ NEAR_MISSES = {
 
 REQUIREMENTS = (
     "axes",
+    "length",
+    "arrays",
+    "inputs",
+    "results",
     "variance",
     "clamped",
     "statistics",
