@@ -7,7 +7,7 @@
 From the shell: ``python -m pallas_kernels.aot h200 module:function --arg bf16[8192,4096]``.
 """
 
-from pallas_kernels.aot.compile import CompileError, check_packages, compile_all, compile_for
+from pallas_kernels.aot.compile import CompileError, Program, check_packages, compile_all, compile_for
 from pallas_kernels.aot.hlo import KernelLaunch
 from pallas_kernels.aot.report import Comparison, CompileReport
 from pallas_kernels.aot.resources import MosaicKernel
@@ -21,6 +21,7 @@ __all__ = [
     "CompileReport",
     "KernelLaunch",
     "MosaicKernel",
+    "Program",
     "Target",
     "check_packages",
     "compile_all",

@@ -4,10 +4,10 @@
 what it leaves there. It imports nothing of this package: whatever is wrong with that shows in the caller, where it
 can be read.
 
-In the folder: ``target.txtpb``, and for each program N ``N.program`` (the StableHLO of a `jax.export.Exported`) and
-``N.types`` (its arguments and results, as JSON). Left behind, for each program: ``N.hlo`` (the optimized program as XLA
-prints it), ``N.memory`` (sizes in bytes, as JSON) and ``N.dump/`` (what Mosaic GPU writes about its kernels), or
-``N.error`` (a traceback).
+In the folder: ``target.txtpb``, and for each program N ``N.program`` (the StableHLO of a `jax.export.Exported`),
+``N.types`` (its arguments and results, as JSON) and ``N.options`` (of XLA, as JSON). Left behind, for each program:
+``N.hlo`` (the optimized program as XLA prints it), ``N.memory`` (sizes in bytes, as JSON) and ``N.dump/`` (what Mosaic
+GPU writes about its kernels), or ``N.error`` (a traceback).
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ def compile_program(folder: Path, stem: str, sharding: Any) -> None:
         # its import tells the compiler where Mosaic's runtime and the CUDA tools are; it needs absl-py
         importlib.import_module("jax.experimental.mosaic.gpu")
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in program.in_avals]
+    options = json.loads((folder / f"{stem}.options").read_text())
     try:
-        compiled = jax.jit(program.call).lower(*avals).compile()
+        compiled = jax.jit(program.call).lower(*avals).compile(compiler_options=options)
     finally:
         for log in dump.glob("*.mlir-passes.log"):
             shorten(log)
-    (folder / f"{stem}.hlo").write_text(compiled.as_text())
+    text = compiled.as_text()
+    if text is None:
+        raise RuntimeError("XLA gives no text of the compiled program")
+    (folder / f"{stem}.hlo").write_text(text)
     memory: Any = compiled.memory_analysis()
     sizes = {
         "temporaries_bytes": memory.temp_size_in_bytes,

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -68,7 +68,21 @@ class CompileError(RuntimeError):
     """A program that was traced and lowered cannot be compiled; the message holds all the compiler said."""
 
 
-def compile_for(target: str, fn: Callable[..., Any], *avals: Any, timeout_s: float = 300.0) -> CompileReport:
+class Program(NamedTuple):
+    """What `compile_all` compiles: a function, its arguments, and options of XLA."""
+
+    fn: Callable[..., Any]
+    avals: Sequence[Any]
+    options: Mapping[str, Any] = {}
+
+
+def compile_for(
+    target: str,
+    fn: Callable[..., Any],
+    *avals: Any,
+    options: Mapping[str, Any] | None = None,
+    timeout_s: float = 300.0,
+) -> CompileReport:
     """Compile a function for a GPU that need not be there, and tell what it compiles to.
 
     The function is traced here, as `jax.jit` would trace it for the target, and compiled in another process; nothing is
@@ -80,6 +94,7 @@ def compile_for(target: str, fn: Callable[..., Any], *avals: Any, timeout_s: flo
       fn: the function.
       avals: its arguments; arrays, `jax.ShapeDtypeStruct`s, numpy arrays and Python floats are traced, as are arrays of
         PRNG keys. Everything else (strings, None, booleans, integers, callables) is static. Pytrees are welcome.
+      options: of XLA, as `jax.jit` takes them: ``{"xla_gpu_enable_triton_gemm": False}`` leaves products to cuBLAS.
       timeout_s: seconds that compiling may take.
 
     Returns:
@@ -92,20 +107,20 @@ def compile_for(target: str, fn: Callable[..., Any], *avals: Any, timeout_s: flo
       TimeoutError: after `timeout_s`; the other process is stopped.
     """
     name = _name(fn)
-    report = compile_all(target, {name: (fn, avals)}, timeout_s=timeout_s)[name]
+    report = compile_all(target, {name: Program(fn, avals, options or {})}, timeout_s=timeout_s)[name]
     if isinstance(report, CompileError):
         raise report
     return report
 
 
 def compile_all(
-    target: str, programs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], timeout_s: float = 300.0
+    target: str, programs: Mapping[str, Program | tuple[Callable[..., Any], Sequence[Any]]], timeout_s: float = 300.0
 ) -> dict[str, CompileReport | CompileError]:
     """`compile_for` for many programs in one process, which has to start only once.
 
     Args:
       target: as for `compile_for`.
-      programs: name -> (function, arguments).
+      programs: name -> `Program`, or ``(function, arguments)``.
       timeout_s: seconds that compiling them all may take.
 
     Returns:
@@ -120,8 +135,8 @@ def compile_all(
     with tempfile.TemporaryDirectory(prefix="aicf-aot-") as name:
         folder = Path(name)
         (folder / "target.txtpb").write_text(described.text)
-        for k, (fn, avals) in enumerate(programs.values()):
-            _write(folder / f"{k:04}", _export(described, fn, avals))
+        for k, program in enumerate(Program(*given) for given in programs.values()):
+            _write(folder / f"{k:04}", _export(described, program.fn, program.avals), program.options)
         _run(folder, timeout_s)
         seen: dict[str, resources.MosaicKernel] = {}
         return {name: _read(folder / f"{k:04}", name, target, seen) for k, name in enumerate(programs)}
@@ -213,9 +228,10 @@ def _lowered(program: Any, arguments: Sequence[Any]) -> jax.export.Exported:
         return export((*_CUSTOM_CALLS, *sorted(calls)))
 
 
-def _write(stem: Path, exported: jax.export.Exported) -> None:
+def _write(stem: Path, exported: jax.export.Exported, options: Mapping[str, Any]) -> None:
     types = ([(a.shape, str(a.dtype)) for a in avals] for avals in (exported.in_avals, exported.out_avals))
     stem.with_suffix(".types").write_text("\n".join(map(json.dumps, types)))
+    stem.with_suffix(".options").write_text(json.dumps(dict(options)))
     stem.with_suffix(".program").write_bytes(exported.mlir_module_serialized)
 
 

@@ -36,6 +36,7 @@ _NO_LAUNCH_TARGETS = frozenset({"Sharding", "AllocateBuffer", "annotate_device_p
 #: How a custom call's target begins -> kind of kernel.
 _TARGETS = (
     ("mosaic_gpu", "mosaic"),
+    ("__cublas$lt", "cublaslt"),
     ("__cublas", "cublas"),
     ("__cudnn", "cudnn"),
     ("__gpu$xla.gpu.triton", "triton"),
@@ -43,7 +44,7 @@ _TARGETS = (
 )
 
 #: Kinds whose last s8 result is scratch memory, which belongs to the kernel and moves nothing between kernels.
-_WITH_WORKSPACE = frozenset({"cublas", "cudnn"})
+_WITH_WORKSPACE = frozenset({"cublas", "cublaslt", "cudnn"})
 
 #: How jax's names of operations begin in a program that was exported and called.
 _EXPORTED = "jit(call)/call_exported/"
@@ -58,8 +59,8 @@ class KernelLaunch:
     Attributes:
       name: of the instruction, without the number XLA appends; of a Mosaic kernel, its function's name.
       kind: ``"fusion"`` (a kernel XLA writes), ``"triton"`` (one XLA writes through Triton, or the user's),
-        ``"mosaic"``, ``"cublas"``, ``"cudnn"``, another custom call's target, or the opcode of an instruction that
-        stands alone.
+        ``"mosaic"``, ``"cublas"``, ``"cublaslt"``, ``"cudnn"``, another custom call's target, or the opcode of an
+        instruction that stands alone.
       op: jax's name of the operation, as ``"jit(f)/dot_general"``; empty where XLA does not say.
       bytes_read: sum over the distinct operands, each counted whole, also where a kernel reads a part of it.
       bytes_written: sum over the results; scratch memory of cuBLAS and cuDNN is left out.

@@ -7,7 +7,6 @@ import functools
 import re
 from importlib import resources
 
-
 _FOLDER = resources.files("pallas_kernels.aot") / "targets"
 
 

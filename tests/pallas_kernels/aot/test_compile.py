@@ -53,6 +53,7 @@ PROGRAMS = {
     "branch": (branch, (aval((), jnp.bool_), aval((128,)))),
     "wgmma": (wgmma_product, (TILE, TILE)),
     "wgmma twice": (lambda a, b: wgmma_product(wgmma_product(a, b), b), (TILE, TILE)),
+    "gemm_relu by cuBLASLt": aot.Program(gemm_relu, (X, W, B), {"xla_gpu_enable_triton_gemm": False}),
     "unknown call": (unknown_call, (aval((4,)),)),
     "after the unknown call": (lambda x: x + 1, (aval((4,)),)),
 }
