@@ -33,3 +33,8 @@ def races_found() -> bool:
 
     state = gpu_callbacks.get_races()
     return bool(state.races_found)
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a two-dimensional ref of shared memory with its dimensions swapped."""
+    return ref.transpose(1, 0) if not hasattr(ref, "transforms") else ref.transpose((1, 0))
