@@ -37,6 +37,7 @@ class ForwardConfig:
       stages: loads in flight.
       split: the dimension of the block that the two warpgroups share out, ``"m"`` or ``"n"``.
       group: tiles of a row (or column) of the grid that are made before the next ones, for reuse in L2.
+      store_n: columns that go through the epilogue at a time.
       sm_count: CTAs of the persistent grid; None: one for each multiprocessor of the device.
 
     Raises:
@@ -49,18 +50,20 @@ class ForwardConfig:
     stages: int = 4
     split: str = "m"
     group: int = 8
+    store_n: int = 32
     sm_count: int | None = None
 
     def __post_init__(self) -> None:
         _check(self, "split", self.split in ("m", "n"), "'m' or 'n'")
         m, n = self.warpgroup_tile
-        # wgmma multiplies 64 rows by up to 256 columns; what is stored goes through squares of 64.
+        # wgmma multiplies 64 rows by up to 256 columns; what is stored goes out 64 rows at a time.
         _check(self, "tile_m", m > 0 and m % 64 == 0, "a multiple of 64 for each warpgroup")
         _check(self, "tile_n", n > 0 and n % 64 == 0 and n <= 256, "a multiple of 64, at most 256, for each warpgroup")
         _check(self, "tile_k", self.tile_k > 0 and self.tile_k % 64 == 0, "a multiple of 64")
         # A float32 accumulator takes m * n / 128 registers of each thread, which has 232.
         _check(self, "tile_m", m * n <= 64 * 256, "an accumulator of at most 64 * 256 elements for each warpgroup")
         _check(self, "stages", self.stages >= 2, "at least 2")
+        _check(self, "store_n", self.store_n in (32, 64), "32 or 64")
         _check(self, "group", self.group >= 1, "at least 1")
         _check(self, "sm_count", self.sm_count is None or self.sm_count >= 1, "None or at least 1")
 
@@ -72,7 +75,7 @@ class ForwardConfig:
     def smem_bytes(self, itemsize: int, stored: Sequence[int]) -> int:
         """Shared memory it takes, for results of these item sizes."""
         loads = self.stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
-        return loads + sum(2 * 2 * 64 * 64 * size for size in stored) + 4096 + 2048
+        return loads + sum(2 * 2 * 64 * self.store_n * size for size in stored) + 4096 + 2048
 
 
 #: Candidates from the largest tile on: fewer bytes are loaded for each product with larger ones.

@@ -28,8 +28,8 @@ from pallas_kernels.gemm_epilogue.config import (
 #: Registers of a thread of the warpgroup that loads; the others get the rest.
 _MEMORY_REGISTERS = 40
 
-#: What is stored at a time, rows and columns.
-_STORED = 64
+#: Rows of what is stored at a time.
+_STORED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
     first = (a_gmem, b_gmem) if p.batch is None else (a_gmem.at[0], b_gmem.at[0])
     allocations: dict[str, Any] = {
         "pipeline": _pipeline(p, nothing, nothing).get_allocations(*first),
-        "stored": [gpu.SMEM((2, 2, _STORED, _STORED), d, transforms=_stored_transforms(p, d)) for _, d in p.outputs],
+        "stored": [gpu.SMEM((2, 2, _STORED_ROWS, c.store_n), d, transforms=_stored_transforms(p, d)) for _, d in p.outputs],
     }
     if p.bias is not None:
         along, dtype = p.bias
@@ -206,7 +206,7 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
 
 
 def _stored_transforms(p: _Problem, dtype: Any) -> tuple[Any, Any]:
-    swizzle = swizzle_of(itemsize_of(dtype), p.n, _STORED)
+    swizzle = swizzle_of(itemsize_of(dtype), p.n, p.config.store_n)
     assert swizzle is not None
     return p.transforms(swizzle, dtype)
 
@@ -217,7 +217,8 @@ def _pipeline(p: _Problem, body: Any, context: Any) -> Any:
     c = p.config
     transforms = p.transforms(p.swizzle, p.dtype)
     m, k, n = c.tile_m, c.tile_k, c.tile_n
-    spec = functools.partial(gpu.BlockSpec, transforms=transforms, memory_space=gpu.SMEM, delay_release=1)
+    # No delayed release: what is delayed is not awaited before the loads of the next tile begin.
+    spec = functools.partial(gpu.BlockSpec, transforms=transforms, memory_space=gpu.SMEM)
     return gpu.emit_pipeline_warp_specialized(
         body,
         grid=(_cdiv(p.k, k),),
@@ -264,7 +265,7 @@ def _tile(
         left = _compat.transposed(a_smem.at[:, own_m]) if p.trans_a else a_smem.at[own_m]
         right = _compat.transposed(b_smem.at[own_n]) if p.trans_b else b_smem.at[:, own_n]
         gpu.wgmma(acc, left, right)
-        gpu.wgmma_wait(1)
+        gpu.wgmma_wait(0)
         return acc
 
     _pipeline(p, multiply, context)(
@@ -275,36 +276,37 @@ def _tile(
 
 
 def _store(p: _Problem, total: Any, first: tuple[Any, Any], bias: Any, outs: list[Any], stored: Any) -> None:
-    """The epilogue, a square of 64 by 64 at a time: bias, activation, and through shared memory to the results."""
+    """The epilogue, some columns of 64 rows at a time: bias, activation, and through shared memory to the results."""
     pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
     wg = jax.lax.axis_index("wg")
     value = ACTIVATIONS[p.activation].value
     rows, columns = p.config.warpgroup_tile
-    squares = [(i, j) for i in range(rows // _STORED) for j in range(columns // _STORED)]
-    for turn, (i, j) in enumerate(squares):
-        here = slice(i * _STORED, (i + 1) * _STORED), slice(j * _STORED, (j + 1) * _STORED)
+    high, wide = _STORED_ROWS, p.config.store_n
+    parts = [(i * high, j * wide) for i in range(rows // high) for j in range(columns // wide)]
+    for turn, (i, j) in enumerate(parts):
+        here = slice(i, i + high), slice(j, j + wide)
         z = total[here]
         if p.bias is not None:
             z = z + _bias(p, bias, wg, here)
         results = {"y": value(z, p.alpha), "z": z}
         slot = turn % 2
-        # The store before the last one has been read from its slot: each square is one group of copies.
+        # The store before the last one has been read from its slot: each part is one group of copies.
         gpu.wait_smem_to_gmem(1, wait_read_only=True)
         for (name, dtype), smem in zip(p.outputs, stored, strict=True):
             smem[wg, slot] = results[name].astype(dtype)
         gpu.commit_smem()
-        at = pl.ds(first[0] + i * _STORED, _STORED), pl.ds(first[1] + j * _STORED, _STORED)
+        at = pl.ds(first[0] + i, high), pl.ds(first[1] + j, wide)
         for smem, out in zip(stored, outs, strict=True):
             gpu.copy_smem_to_gmem(smem.at[wg, slot], out.at[at], commit_group=False)
         gpu.commit_smem_to_gmem_group()
-    # Slots alternate within a tile: with an odd number of squares the next tile would start with the last one's slot.
-    if len(squares) % 2:
+    # Slots alternate within a tile: with an odd number of parts the next tile would start with the last one's slot.
+    if len(parts) % 2:
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _bias(p: _Problem, bias: Any, wg: Any, here: tuple[slice, slice]) -> Any:
-    """The bias of one square, broadcast to it."""
+    """The bias of one part, broadcast to it."""
     assert p.bias is not None
     along = "mn".index(p.bias[0])
     part = bias[wg, here[along]].astype(jnp.float32)
-    return jax.lax.broadcast_in_dim(part, (_STORED, _STORED), (along,))
+    return jax.lax.broadcast_in_dim(part, (_STORED_ROWS, p.config.store_n), (along,))
