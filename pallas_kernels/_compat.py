@@ -69,3 +69,8 @@ def x64_enabled() -> bool:
 def plugin_version() -> str:
     """The release that the packages of jax's CUDA plugin must have: jax's own."""
     return jax.__version__
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a two-dimensional ref of shared memory with its dimensions swapped."""
+    return ref.transpose(1, 0) if not hasattr(ref, "transforms") else ref.transpose((1, 0))
