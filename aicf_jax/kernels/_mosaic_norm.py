@@ -36,10 +36,24 @@ _INPUTS = frozenset({"X", "R", "scale", "bias"})
 _GIVEN = frozenset({"S", "mean", "rstd", "slope", "dY", "dS"})
 
 
-def _capabilities(longest: int) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class _UpTo:
+    """Contains the numbers from 1 to `most`."""
+
+    most: int
+
+    def __contains__(self, item: object) -> bool:
+        return isinstance(item, int) and 1 <= item <= self.most
+
+    def __repr__(self) -> str:
+        return f"up to {self.most}"
+
+
+def _capabilities(row_bytes: int) -> dict[str, Any]:
     return {
         "axes": ANY,
-        "length": range(1, longest + 1),
+        "length": _UpTo(8192),
+        "row_bytes": _UpTo(row_bytes),
         "variance": {"centered", "moments", "mean_square"},
         "clamped": {False, True},
         "statistics": {"float32", "bfloat16", "float16"},
@@ -53,12 +67,12 @@ def _capabilities(longest: int) -> dict[str, Any]:
 
 
 def forward_kernel(op: str) -> Kernel:
-    """The kernel of a norm."""
+    """The kernel of a norm. A row is held in the registers of one warpgroup."""
     return Kernel(
         f"mosaic_{op}",
         op,
         ("cuda",),
-        {**_capabilities(8192), "inputs": _Each(_INPUTS, frozenset({"X"}))},
+        {**_capabilities(32768), "inputs": _Each(_INPUTS, frozenset({"X"}))},
         _run,
         save=_save,
         cost_bytes=_forward_bytes,
@@ -67,13 +81,13 @@ def forward_kernel(op: str) -> Kernel:
 
 
 def gradient_kernel(op: str) -> Kernel:
-    """The kernel of a norm's gradient."""
+    """The kernel of a norm's gradient: a row twice, and twice its sums."""
     return Kernel(
         f"mosaic_{op}",
         op,
         ("cuda",),
         {
-            **_capabilities(8192),
+            **_capabilities(16384),
             "inputs": _Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
             "results": _Each(frozenset("d" + name for name in _INPUTS)),
         },

@@ -91,6 +91,7 @@ def _requirements(op: FusedOp, arrays: Mapping[str, Any]) -> dict[str, Hashable]
     return {
         "axes": attrs["axes"],
         "length": row_length(op),
+        "row_bytes": row_length(op) * op.in_avals[0].dtype.itemsize,
         "variance": attrs["variance"],
         "clamped": bool(attrs["clamped"]),
         "statistics": attrs["statistics"],

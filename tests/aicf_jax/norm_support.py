@@ -189,6 +189,7 @@ NEAR_MISSES = {
 REQUIREMENTS = (
     "axes",
     "length",
+    "row_bytes",
     "arrays",
     "inputs",
     "results",

@@ -377,6 +377,7 @@ def test_what_a_kernel_is_asked_for():
     assert op.requirements() == {
         "axes": 1,
         "length": 6,
+        "row_bytes": 24,
         "arrays": "rows",
         "inputs": ("X", "R", "scale", "bias"),
         "variance": "centered",
