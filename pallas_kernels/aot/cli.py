@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.aot.compile import CompileError, check_packages, compile_all
+from pallas_kernels.aot.compile import check_packages, compile_all
 from pallas_kernels.aot.report import Comparison, CompileReport
 from pallas_kernels.aot.target import names
 from pallas_kernels.command_line import Unusable, array_type, check_file, initial, named, write_atomic
@@ -42,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {', '.join(programs)}: {error}", file=sys.stderr)
         return EXIT_FAILED
     reports = [r for r in found.values() if isinstance(r, CompileReport)]
-    for report in found.values():
-        print(report, end="\n\n", file=sys.stderr if isinstance(report, CompileError) else sys.stdout)
+    for text, report in found.items():
+        if isinstance(report, Exception):
+            traceback.print_exception(report)
+            print(f"{parser.prog}: {text}: {report}", file=sys.stderr)
+        else:
+            print(report, end="\n\n")
     if len(reports) > 1:
         print(Comparison(tuple(reports)))
     if options.json is not None and reports:

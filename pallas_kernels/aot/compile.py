@@ -108,14 +108,14 @@ def compile_for(
     """
     name = _name(fn)
     report = compile_all(target, {name: Program(fn, avals, options or {})}, timeout_s=timeout_s)[name]
-    if isinstance(report, CompileError):
+    if isinstance(report, Exception):
         raise report
     return report
 
 
 def compile_all(
     target: str, programs: Mapping[str, Program | tuple[Callable[..., Any], Sequence[Any]]], timeout_s: float = 300.0
-) -> dict[str, CompileReport | CompileError]:
+) -> dict[str, CompileReport | Exception]:
     """`compile_for` for many programs in one process, which has to start only once.
 
     Args:
@@ -124,7 +124,7 @@ def compile_all(
       timeout_s: seconds that compiling them all may take.
 
     Returns:
-      For each name its report, or the error, where this one cannot be compiled.
+      For each name its report, or the error, where this one cannot be traced or compiled.
 
     Raises:
       ValueError, ImportError, TimeoutError: as `compile_for`.
@@ -132,14 +132,23 @@ def compile_all(
     """
     described = load(target)
     check_packages()
-    with tempfile.TemporaryDirectory(prefix="aicf-aot-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="aicf-aot-") as path:
+        folder = Path(path)
         (folder / "target.txtpb").write_text(described.text)
-        for k, program in enumerate(Program(*given) for given in programs.values()):
-            _write(folder / f"{k:04}", _export(described, program.fn, program.avals), program.options)
-        _run(folder, timeout_s)
+        found: dict[str, CompileReport | Exception] = {}
+        for k, (name, given) in enumerate(programs.items()):
+            program = Program(*given)
+            try:
+                _write(folder / f"{k:04}", _export(described, program.fn, program.avals), program.options)
+            except Exception as error:
+                found[name] = error
+        if len(found) < len(programs):
+            _run(folder, timeout_s)
         seen: dict[str, resources.MosaicKernel] = {}
-        return {name: _read(folder / f"{k:04}", name, target, seen) for k, name in enumerate(programs)}
+        for k, name in enumerate(programs):
+            if name not in found:
+                found[name] = _read(folder / f"{k:04}", name, target, seen)
+        return {name: found[name] for name in programs}
 
 
 def check_packages() -> None:

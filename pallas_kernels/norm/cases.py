@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.norm.config import NormConfig
+from pallas_kernels.norm.device import backward_case, forward_case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +81,16 @@ COMPILED: Mapping[str, Case] = {
     "f16 odd": Case(100, 257, "float16", clamped=True),
     "f32 4096": Case(4096, 4096, "float32", residual=True),
 }
+
+#: Checked and timed on a GPU.
+DEVICE = (
+    forward_case(8192, 4096),
+    backward_case(8192, 4096),
+    forward_case(65536, 1024),
+    backward_case(65536, 1024),
+    forward_case(8192, 8192, variance="mean_square"),
+    backward_case(8192, 8192, variance="mean_square"),
+    forward_case(8192, 4096, "float16", variance="mean_square"),
+    forward_case(8191, 1599),
+    backward_case(8191, 1599),
+)
