@@ -137,7 +137,7 @@ def compile_all(
         (folder / "target.txtpb").write_text(described.text)
         found: dict[str, CompileReport | Exception] = {}
         for k, (name, given) in enumerate(programs.items()):
-            program = Program(*given)
+            program = given if isinstance(given, Program) else Program(*given)
             try:
                 _write(folder / f"{k:04}", _export(described, program.fn, program.avals), program.options)
             except Exception as error:
