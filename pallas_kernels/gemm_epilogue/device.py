@@ -12,7 +12,6 @@ from pallas_kernels.device_case import CUBLASLT, DeviceCase, nbytes, tolerance
 from pallas_kernels.gemm_epilogue import reference
 from pallas_kernels.gemm_epilogue.forward import forward
 
-
 #: The activations as people write them.
 _WRITTEN: dict[str, Any] = {
     "none": lambda z: z,
