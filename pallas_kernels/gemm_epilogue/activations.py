@@ -117,12 +117,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_exact": Activation(lambda z, alpha: (0.5 * z) * erfc(-z * _SQRT_HALF), _gelu_exact_grad),
     "gelu_tanh": Activation(lambda z, alpha: z * sigmoid(2.0 * _gelu_cubic(z)), _gelu_tanh_grad),
     "silu": Activation(lambda z, alpha: z * sigmoid(z), _silu_grad),
-    "tanh": Activation(
-        lambda z, alpha: jnp.tanh(z), lambda y, t, alpha: (t + t * y) * (1.0 - y), from_output=True
-    ),
-    "sigmoid": Activation(
-        lambda z, alpha: sigmoid(z), lambda y, t, alpha: t * y * (1.0 - y), from_output=True
-    ),
+    "tanh": Activation(lambda z, alpha: jnp.tanh(z), lambda y, t, alpha: (t + t * y) * (1.0 - y), from_output=True),
+    "sigmoid": Activation(lambda z, alpha: sigmoid(z), lambda y, t, alpha: t * y * (1.0 - y), from_output=True),
     "elu": Activation(_elu, _elu_grad),
     "leaky_relu": Activation(
         lambda z, alpha: jnp.where(z >= 0, z, alpha * z), lambda z, t, alpha: jnp.where(z >= 0, t, alpha * t)

@@ -182,7 +182,9 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
     first = (a_gmem, b_gmem) if p.batch is None else (a_gmem.at[0], b_gmem.at[0])
     allocations: dict[str, Any] = {
         "pipeline": _pipeline(p, nothing, nothing).get_allocations(*first),
-        "stored": [gpu.SMEM((2, 2, _STORED_ROWS, c.store_n), d, transforms=_stored_transforms(p, d)) for _, d in p.outputs],
+        "stored": [
+            gpu.SMEM((2, 2, _STORED_ROWS, c.store_n), d, transforms=_stored_transforms(p, d)) for _, d in p.outputs
+        ],
     }
     if p.bias is not None:
         along, dtype = p.bias
