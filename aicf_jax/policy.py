@@ -19,6 +19,9 @@ TARGETS: Mapping[str, str] = {
     "b200": "cuda",
 }
 
+#: Targets that name no machine.
+GENERIC = ("cpu", "gpu", "cuda")
+
 _CHOICES = {
     "numerics": NUMERICS,
     "on_failure": ("fallback", "raise"),

@@ -70,7 +70,7 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
         unfused = op.semantic.unfused_bytes
         best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
         for kernel in op.context.kernels:
-            if kernel.op != op.semantic.name or platform not in kernel.platforms:
+            if kernel.op != op.semantic.name or platform not in kernel.platforms or not kernel.is_for(policy.target):
                 continue
             refusal = _refusal(kernel, requirements, policy, op, pattern)
             moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after

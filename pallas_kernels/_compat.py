@@ -5,7 +5,10 @@ Each function is one fact that no public API offers on every supported release; 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import jax
 
 
 def interpret_params_class() -> type[Any]:
@@ -33,6 +36,39 @@ def races_found() -> bool:
 
     state = gpu_callbacks.get_races()
     return bool(state.races_found)
+
+
+def load(ref: Any, layout: Any, simulated: bool) -> Any:
+    """An array from global memory, over the threads as `layout` says.
+
+    The simulator of jax 0.10 knows neither layouts nor this load: what it reads is the same.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if simulated:
+        return ref[...]
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: Any, simulated: bool) -> None:
+    """An array to global memory. Where jax has no such store an assignment allows any layout."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if simulated or not hasattr(plgpu, "store"):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - a flag pyright does not know
+
+
+def plugin_version() -> str:
+    """The release that the packages of jax's CUDA plugin must have: jax's own."""
+    return jax.__version__
 
 
 def transposed(ref: Any) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from aicf_jax.policy import NUMERICS, TARGETS
+import jax
+
+from aicf_jax.policy import GENERIC, NUMERICS, TARGETS
 
 
 class _Any:
@@ -46,6 +49,8 @@ class Kernel:
         operation and platform.
       save: ``save(op, *inputs) -> (results, saved)``, with what the backward of the operation wants kept
         (`ops.Composite.save`). None: it is recomputed from the inputs.
+      targets: names of the machines it is made for (`Policy.target`), e.g. ``("h100", "h200")``; elsewhere it is no
+        candidate. Where the policy names no machine, the GPU at hand counts. None: any machine of its platforms.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -65,6 +70,7 @@ class Kernel:
     cost_bytes: Callable[[Any], int] | None = None
     save: Callable[..., tuple[Any, Any]] | None = None
     program: Callable[[Any], str] | None = None
+    targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
@@ -73,6 +79,9 @@ class Kernel:
         if not self.platforms or unknown:
             known = ", ".join(sorted(set(TARGETS.values())))
             raise ValueError(f"Kernel({self.name!r}, platforms=...): expected some of {known}, found {self.platforms}")
+        foreign = [t for t in self.targets or () if TARGETS.get(t) not in {TARGETS[p] for p in self.platforms}]
+        if foreign:
+            raise ValueError(f"Kernel({self.name!r}, targets=...): expected machines of its platforms, found {foreign}")
         object.__setattr__(self, "platforms", tuple(dict.fromkeys(TARGETS[p] for p in self.platforms)))
         if self.numerics not in NUMERICS:
             raise ValueError(
@@ -84,6 +93,21 @@ class Kernel:
     def __hash__(self) -> int:
         return hash((self.name, self.op, self.platforms))
 
+    def is_for(self, target: str | None) -> bool:
+        """Whether it is made for the machine that a policy names, or for the one at hand where none is named."""
+        if self.targets is None or target in self.targets:
+            return True
+        return target in (None, *GENERIC) and _gpu_at_hand() in self.targets
+
     def unmet(self, requirements: Mapping[str, Hashable]) -> dict[str, Hashable]:
         """The requirements this kernel does not meet: requirements are a subset of capabilities when it is empty."""
         return {k: v for k, v in requirements.items() if k not in self.capabilities or v not in self.capabilities[k]}
+
+
+@functools.cache
+def _gpu_at_hand() -> str:
+    """The target that the first GPU of this process is, empty where there is none or one that has no name here."""
+    if jax.default_backend() != "gpu":
+        return ""
+    kind = jax.devices()[0].device_kind.lower()
+    return next((t for t in TARGETS if t not in GENERIC and t in kind), "")
