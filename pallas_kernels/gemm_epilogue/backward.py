@@ -38,6 +38,7 @@ class _Problem:
     db: Any
     activation: str
     alpha: float
+    from_output: bool
     config: BackwardConfig
 
     @property
@@ -66,6 +67,7 @@ def backward(
     *,
     activation: str,
     alpha: float = 0.0,
+    from_output: bool | None = None,
     dz_dtype: Any = None,
     db_dtype: Any = None,
     config: BackwardConfig | None = None,
@@ -74,10 +76,14 @@ def backward(
     """``(dZ, db)``, computed and summed in float32.
 
     Args:
-      residual: ``[M, N]``: Y for activations whose derivative is a function of it (`Activation.from_output`), else Z.
+      residual: ``[M, N]``: Y or Z.
       dy: ``[M, N]``, the cotangent of Y.
-      activation: a name in `ACTIVATIONS`; `alpha` is its parameter.
-      dz_dtype, db_dtype: of the results; dY's unless told otherwise.
+      activation: a name in `ACTIVATIONS`.
+      alpha: its parameter.
+      from_output: whether the residual is Y; where the derivative is a function of it (`Activation.from_output`) unless
+        told otherwise.
+      dz_dtype: of dZ; dY's unless told otherwise.
+      db_dtype: of db; dY's unless told otherwise.
       config: tiles; by shape unless told otherwise.
       interpret: parameters of the simulator (`pallas_kernels._mosaic.interpret`).
 
@@ -90,6 +96,9 @@ def backward(
     _expect("residual", residual.ndim == 2, "two dimensions", residual.shape)
     _expect("dy", dy.shape == residual.shape, f"the residual's shape {residual.shape}", dy.shape)
     _expect("activation", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}", activation)
+    known = ACTIVATIONS[activation].from_output
+    from_output = known if from_output is None else from_output
+    _expect("from_output", known or not from_output, f"False for {activation}", from_output)
     m, n = dy.shape
     _expect("dy", m > 0 and m % ATOM_ROWS == 0, f"a multiple of {ATOM_ROWS} rows", dy.shape)
     _expect("dy", n > 0 and n % 16 == 0, "a multiple of 16 columns", dy.shape)
@@ -98,7 +107,7 @@ def backward(
         config = default_backward(m, n, [itemsize_of(x.dtype) for x in (residual, dy)], itemsize_of(dz))
     summed = db if config.groups == 1 else jnp.dtype("float32")
     p = _Problem(
-        m, n, jnp.dtype(residual.dtype), jnp.dtype(dy.dtype), dz, summed, activation, float(alpha), config
+        m, n, jnp.dtype(residual.dtype), jnp.dtype(dy.dtype), dz, summed, activation, float(alpha), from_output, config
     )  # fmt: skip
     out, sums = _call(p, interpret)(residual, dy)
     return out, sums[0] if config.groups == 1 else jnp.sum(sums, 0).astype(db)
@@ -171,7 +180,7 @@ def _body(
         slot = jax.lax.rem(step, jnp.int32(c.stages))
         gpu.barrier_wait(loaded.at[wg * c.stages + slot])
         r, t = residual_smem[wg, slot], dy_smem[wg, slot]
-        out = ACTIVATIONS[p.activation].grad(r.astype(jnp.float32), t.astype(jnp.float32), p.alpha)
+        out = _gradient(p, r.astype(jnp.float32), t.astype(jnp.float32))
         free = jax.lax.rem(step, jnp.int32(2))
         gpu.wait_smem_to_gmem(1, wait_read_only=True)
         dz_smem[wg, free] = out.astype(p.dz)
@@ -198,3 +207,8 @@ def _body(
         gpu.copy_smem_to_gmem(db_smem, db.at[group, columns])
 
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _gradient(p: _Problem, r: Any, t: Any) -> Any:
+    found = ACTIVATIONS[p.activation]
+    return found.grad(found.value(r, p.alpha) if found.from_output and not p.from_output else r, t, p.alpha)

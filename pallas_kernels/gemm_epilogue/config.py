@@ -83,13 +83,13 @@ _TILES = ((128, 256, "m"), (128, 128, "m"), (128, 64, "m"), (64, 256, "n"), (64,
 
 
 def default_forward(
-    shapes: tuple[int, int, int, int], itemsize: int, stored: Sequence[int], sm_count: int | None = None
+    shapes: tuple[int, int, int], itemsize: int, stored: Sequence[int], sm_count: int | None = None
 ) -> ForwardConfig:
-    """A configuration for ``(batch, m, n, k)`` and results of these item sizes.
+    """A configuration for ``(batch, m, n)`` and results of these item sizes.
 
     Waves of CTAs times the time of a tile, where a tile costs what it multiplies or what it loads, whichever is more.
     """
-    batch, m, n, k = shapes
+    batch, m, n = shapes
     sms = _mosaic.sm_count(sm_count)
 
     def cost(tile: tuple[int, int, str]) -> float:
