@@ -16,6 +16,7 @@ import jax
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src import named_sharding as _named_sharding
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
@@ -341,3 +342,14 @@ def register_checkify(primitive: Any, equations: Any) -> None:
         return new_error, out if primitive.multiple_results else out[0]
 
     _checkify.error_checks[primitive] = rule
+
+
+def is_split_by_xla(ctx: Any) -> bool:
+    """Whether what is being lowered is the program of several devices, which XLA splits.
+
+    Not so inside a `jax.shard_map` over all axes of its mesh, nor for one device.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        return set(context.manual_axes) != set(context.mesh.axis_names)
+    return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1

@@ -97,7 +97,10 @@ def _abstract(*avals: Any, op: FusedOp, residual: bool) -> list[Any]:
 
 def _lowering(platform: str | None) -> Any:
     def lower(ctx: Any, *inputs: Any, op: FusedOp, residual: bool) -> Any:
-        return mlir.lower_fun(_function(op, residual, platform), multiple_results=True)(ctx, *inputs)
+        kernel = kernel_for(op, platform) if platform is not None else None
+        is_split = kernel is not None and kernel.opaque and _compat.is_split_by_xla(ctx)
+        f = _function(op, residual, None if is_split else platform)
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *inputs)
 
     return lower
 

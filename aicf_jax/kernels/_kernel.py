@@ -51,6 +51,8 @@ class Kernel:
         (`ops.Composite.save`). None: it is recomputed from the inputs.
       targets: names of the machines it is made for (`Policy.target`), e.g. ``("h100", "h200")``; elsewhere it is no
         candidate. Where the policy names no machine, the GPU at hand counts. None: any machine of its platforms.
+      opaque: XLA cannot see into it, and so not split it over devices: where it would have to, under ``jit`` on
+        several devices, the equations run in its place, and partition as unfused. Inside `jax.shard_map` it runs.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -71,6 +73,7 @@ class Kernel:
     save: Callable[..., tuple[Any, Any]] | None = None
     program: Callable[[Any], str] | None = None
     targets: tuple[str, ...] | None = None
+    opaque: bool = False
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:

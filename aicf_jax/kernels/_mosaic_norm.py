@@ -77,6 +77,7 @@ def forward_kernel(op: str) -> Kernel:
         save=_save,
         cost_bytes=_forward_bytes,
         targets=TARGETS,
+        opaque=True,
     )
 
 
@@ -94,6 +95,7 @@ def gradient_kernel(op: str) -> Kernel:
         _run_gradient,
         cost_bytes=_gradient_bytes,
         targets=TARGETS,
+        opaque=True,
     )
 
 

@@ -83,13 +83,13 @@ _TILES = ((128, 256, "m"), (128, 128, "m"), (128, 64, "m"), (64, 256, "n"), (64,
 
 
 def default_forward(
-    shapes: tuple[int, int, int, int], itemsize: int, stored: Sequence[int], sm_count: int | None = None
+    shapes: tuple[int, int, int], itemsize: int, stored: Sequence[int], sm_count: int | None = None
 ) -> ForwardConfig:
-    """A configuration for ``(batch, m, n, k)`` and results of these item sizes.
+    """A configuration for ``(batch, m, n)`` and results of these item sizes.
 
     Waves of CTAs times the time of a tile, where a tile costs what it multiplies or what it loads, whichever is more.
     """
-    batch, m, n, k = shapes
+    batch, m, n = shapes
     sms = _mosaic.sm_count(sm_count)
 
     def cost(tile: tuple[int, int, str]) -> float:
@@ -110,3 +110,55 @@ def default_forward(
 def itemsize_of(dtype: object) -> int:
     """Bytes of one element."""
     return jnp.dtype(dtype).itemsize  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How `backward` cuts its work: each CTA owns a stripe of columns, of all rows or of one group of them.
+
+    Attributes:
+      block_m, block_n: rows and columns that a warpgroup handles at a time; `block_n` is the width of a stripe.
+      warpgroups: of a CTA; they share out the rows.
+      stages: loads in flight of each warpgroup.
+      groups: of rows. The sums of more than one group are added up by a second kernel.
+
+    Raises:
+      ValueError: naming the attribute, what was expected, what was found.
+    """
+
+    block_m: int = 64
+    block_n: int = 32
+    warpgroups: int = 4
+    stages: int = 4
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self, "block_m", self.block_m > 0 and self.block_m % 64 == 0, "a multiple of 64")
+        _check(self, "block_n", 0 < self.block_n <= 128 and self.block_n % 32 == 0, "a multiple of 32, at most 128")
+        _check(self, "warpgroups", 1 <= self.warpgroups <= 4, "1 to 4")
+        _check(self, "stages", self.stages >= 1, "at least 1")
+        _check(self, "groups", self.groups >= 1, "at least 1")
+
+    def smem_bytes(self, loaded: Sequence[int], stored: int) -> int:
+        """Shared memory it takes, for operands and a result of these item sizes."""
+        block = self.block_m * self.block_n
+        return self.warpgroups * block * (self.stages * sum(loaded) + 2 * stored + 4) + 4096
+
+
+def default_backward(m: int, n: int, loaded: Sequence[int], stored: int, sm_count: int | None = None) -> BackwardConfig:
+    """A configuration for ``[M, N]`` and these item sizes: stripes that fill the device evenly.
+
+    Rows are grouped only where N has too few stripes of 32 columns (64 bytes, what DRAM moves at a time) to fill it.
+    """
+    sms = _mosaic.sm_count(sm_count)
+    if 2 * math.ceil(n / 32) >= sms:
+        block_n = min((128, 96, 64, 32), key=lambda width: math.ceil(math.ceil(n / width) / sms) * width)
+        groups = 1
+    else:
+        block_n = 64 if n % 64 == 0 else 32
+        groups = max(1, min(sms // math.ceil(n / block_n), math.ceil(m / 256)))
+    for stages in (4, 3, 2, 1):
+        config = BackwardConfig(64, block_n, 4, stages, groups)
+        if config.smem_bytes(loaded, stored) <= _mosaic.HOPPER_SMEM_BYTES:
+            return config
+    return BackwardConfig(64, 32, 4, 1, groups)

@@ -85,7 +85,11 @@ def forward(
       a: ``[M, K]``, or ``[K, M]`` if `trans_a`; with a leading batch dimension if `b` has one. bfloat16 or float16.
       b: ``[K, N]``, or ``[N, K]`` if `trans_b`; of a's dtype.
       bias: ``[N]``, or ``[M]`` if `bias_along` is ``"m"``.
-      activation: a name in `ACTIVATIONS`; `alpha` is its parameter.
+      activation: a name in `ACTIVATIONS`.
+      alpha: its parameter.
+      trans_a: how a is stored.
+      trans_b: how b is stored.
+      bias_along: the dimension of the result that the bias varies along, ``"n"`` or ``"m"``.
       out_dtype: of Y; a's dtype unless told otherwise.
       z_dtype: of Z, the input of the activation, which is a further result unless this is None.
       config: tiles; by shape unless told otherwise.
@@ -142,7 +146,7 @@ def _problem(
     _expect("a", 0 not in (*a.shape, *b.shape), "no empty dimension", a.shape)
     batch = a.shape[0] if a.ndim == 3 else None
     sizes = [itemsize_of(dtype) for _, dtype in outputs]
-    config = config or default_forward((batch or 1, m, n, k), itemsize_of(a.dtype), sizes)
+    config = config or default_forward((batch or 1, m, n), itemsize_of(a.dtype), sizes)
     along_and_dtype = None if bias is None else (bias_along, jnp.dtype(bias.dtype))
     return _Problem(
         batch, m, n, k, trans_a, trans_b, jnp.dtype(a.dtype), along_and_dtype, activation, float(alpha),
@@ -180,6 +184,7 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
     m_tiles, n_tiles = _cdiv(p.m, c.tile_m), _cdiv(p.n, c.tile_n)
     nothing = lambda *_, **__: None  # noqa: E731 - the body does not matter for what is allocated
     first = (a_gmem, b_gmem) if p.batch is None else (a_gmem.at[0], b_gmem.at[0])
+    stored = (2, 2, _STORED_ROWS, c.store_n)
     allocations: dict[str, Any] = {
         "pipeline": _pipeline(p, nothing, nothing).get_allocations(*first),
         "stored": [

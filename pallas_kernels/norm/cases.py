@@ -30,7 +30,7 @@ class Case:
     def arrays(self, key: jax.Array) -> dict[str, Any]:
         """Random arguments, None for those it does without; `dy` and `dsum` are for the backward."""
         rows = (self.count, self.length)
-        shapes = {"x": (rows, self.dtype), "dy": (rows, self.dtype)}
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {"x": (rows, self.dtype), "dy": (rows, self.dtype)}
         if self.residual:
             shapes["residual"] = (rows, self.dtype)
         if self.with_sum:

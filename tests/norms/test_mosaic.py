@@ -1,0 +1,237 @@
+"""The Mosaic GPU kernels as candidates for norms: which operations they take, and that arrays find their places.
+
+The kernels themselves are tested in `tests/pallas_kernels`; here their equations in plain jax stand in for them on a
+CPU, but for one test in the simulator.
+"""
+
+import dataclasses
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import aicf_jax
+from aicf_jax.derived import backward_program
+from aicf_jax.kernels import mosaic_layer_norm, mosaic_layer_norm_grad, mosaic_rms_norm, mosaic_rms_norm_grad
+from pallas_kernels import _mosaic, norm
+from pallas_kernels.norm import reference
+from tests.aicf_jax.norm_support import EPS, B, G, X, Z, layer_norm, mean, rms_norm
+from tests.support import assert_same, normal, quick_jit
+from tests.transformations import TRANSFORMS, transformed
+
+MOSAIC = tuple(m.KERNEL for m in (mosaic_layer_norm, mosaic_layer_norm_grad, mosaic_rms_norm, mosaic_rms_norm_grad))
+H200 = aicf_jax.Policy(target="h200", on_failure="raise")
+
+# As in test_norms.
+ROUNDINGS = 24
+
+
+def plain_forward(x, scale=None, bias=None, residual=None, *, dtype, with_sum, with_statistics, **options):
+    found = reference.forward(x, scale, bias, residual, **options)
+    kept = found._asdict() if with_statistics else dict.fromkeys(found._fields)
+    total = found.sum.astype(x.dtype) if with_sum else None
+    return norm.Forward(**{**kept, "y": found.y.astype(dtype), "sum": total})
+
+
+def plain_backward(dy, x, *args, with_dx, dscale, dbias, scale=None, residual=None, dsum=None):
+    found = reference.backward(dy, x, *args, scale=scale, residual=residual, dsum=dsum)
+    dx = found.dx.astype(x.dtype) if with_dx else None
+    return norm.Backward(
+        dx, *(None if d is None else a.astype(d) for a, d in zip(found[1:], (dscale, dbias), strict=True))
+    )
+
+
+def on_a_cpu(kernel, forward, backward):
+    """The kernel with these functions in place of Mosaic's."""
+
+    def patched(f):
+        def run(op, *inputs):
+            with mock.patch.object(norm, "forward", forward), mock.patch.object(norm, "backward", backward):
+                return f(op, *inputs)
+
+        return f and run
+
+    return dataclasses.replace(
+        kernel,
+        platforms=("cpu",),
+        targets=None,
+        run=patched(kernel.run),
+        save=patched(kernel.save),
+        cost_bytes=None,  # rows here are short, and would have to be padded
+    )
+
+
+KERNELS = tuple(on_a_cpu(k, plain_forward, plain_backward) for k in MOSAIC)
+
+
+def fused(f):
+    return aicf_jax.fuse(f, kernels=KERNELS, policy=aicf_jax.Policy(on_failure="raise"))
+
+
+def with_sum(x, z, g, b):
+    s = x + z
+    return layer_norm(s, g, b, affine="as flax does"), s
+
+
+def summed_again(x, z, g, b):
+    return rms_norm(x + z, g, b, affine="no bias")
+
+
+def clamped(x, z, g, b):
+    return layer_norm(x, g, b, variance="from moments, clamped") * z
+
+
+def two_axes(x, z, g, b):
+    """The scale varies along one of the two."""
+    m = mean(x, (-2, -1))
+    return (x - m) / jnp.sqrt(jnp.var(x, (-2, -1), keepdims=True) + EPS) * g + z[0] * b
+
+
+def no_parameters(x, z, g, b):
+    return rms_norm(x * z, 1.0, 0.0, affine="neither") * g
+
+
+FUNCTIONS = {f.__name__: f for f in (with_sum, summed_again, clamped, two_axes, no_parameters)}
+ARGS = (X, Z, G, B)
+
+
+def kernels_of(f, *args, policy=H200, **options):
+    """Names of the kernels that are taken, forward and backward."""
+    report = aicf_jax.explain(f, *args, policy=policy, **options)
+    return [report.fusions[0].kernel, *re.findall(r"kernel (\w+)", report.fusions[0].backward)]
+
+
+def refusals_of(f, *args):
+    report = aicf_jax.explain(f, *args, policy=H200)
+    return [(r.code, r.found) for r in report.refusals if r.stage == "select"]
+
+
+# -- selection -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_h200_gets_the_kernels(dtype):
+    x, p = jax.ShapeDtypeStruct((8, 512), dtype), jax.ShapeDtypeStruct((512,), "float32")
+    assert kernels_of(lambda x, z, g, b: layer_norm(x + z, g, b).astype(dtype), x, x, p, p) == [
+        "mosaic_layer_norm",
+        "mosaic_layer_norm_grad",
+    ]
+    assert kernels_of(lambda x, g: rms_norm(x, g, 0.0, affine="no bias").astype(dtype), x, p) == [
+        "mosaic_rms_norm",
+        "mosaic_rms_norm_grad",
+    ]
+
+
+@pytest.mark.parametrize("target", [None, "cpu", "a100", "b200", "cuda"])
+def test_other_machines_do_not_get_or_mention_them(target):
+    report = aicf_jax.explain(with_sum, *ARGS, policy=aicf_jax.Policy(target=target))
+    assert [f.kernel for f in report.fusions] == ["xla"]
+    assert not [r for r in report.refusals if "mosaic" in r.detail]
+
+
+def test_what_they_do_not_take():
+    x, g = jnp.ones((4, 512)), jnp.ones(512)
+    assert [c for c, _ in refusals_of(lambda x: layer_norm(x + x, 1.0, 0.0, affine="neither"), x)] == ["capability"]
+    long = jax.ShapeDtypeStruct((4, 8200), "bfloat16")
+    assert refusals_of(lambda x: layer_norm(x, 1.0, 0.0, affine="neither"), long) == [("capability", "length=8200")]
+    # Padding rows of 6 elements to 32 costs more than one kernel saves.
+    assert refusals_of(lambda x, g: layer_norm(x, g, 0.0, affine="no bias"), X, G)[0][0] == "no_gain"
+    with jax.enable_x64(True):
+        wide = refusals_of(lambda x, g: rms_norm(x, g, 0.0, affine="no bias"), *map(jnp.float64, (x, g)))
+    assert wide[0][0] == "capability" and "input_dtypes=('float64', 'float64')" in wide[0][1]
+
+
+def test_a_gradient_for_each_element_of_a_batch_is_left_to_xla():
+    f = fused(lambda x, g: layer_norm(x, g, 0.0, affine="no bias").sum())
+    each = jax.make_jaxpr(jax.vmap(jax.grad(f, 1), (0, None)))(X, G)
+    ops = [e.params["op"] for e in each.eqns if e.primitive.name == "fused"]
+    assert [dict(o.choices)["cpu"] for o in ops if o.semantic.name == "layer_norm_grad"] == ["xla"]
+
+
+# -- values and gradients --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arrays_find_their_places(name, dtype):
+    f, args = FUNCTIONS[name], [a.astype(dtype) for a in ARGS]
+
+    def both(f):
+        def program(*args):
+            out, pull = jax.vjp(f, *args)
+            return out, pull(jax.tree.map(lambda y: normal(5, *y.shape, dtype=y.dtype), out))
+
+        return quick_jit(program)
+
+    assert_same(both(fused(f))(*args), both(f)(*args), roundings=ROUNDINGS)
+
+
+def test_only_the_cotangents_that_are_asked_for():
+    def loss(x, z, g, b):
+        return (with_sum(x, z, g, b)[0] * Z).sum()
+
+    for k in range(4):
+        got, want = (quick_jit(jax.grad(f, k))(*ARGS) for f in (fused(loss), loss))
+        assert_same(got, want, roundings=ROUNDINGS)
+    # Only the sum has a cotangent: the norm has none.
+    f = lambda x, z: with_sum(x, z, G, B)[1]  # noqa: E731
+    got, want = (quick_jit(jax.grad(lambda *a, f=f: (f(*a) ** 2).sum()))(X, Z) for f in (fused(f), f))
+    assert_same(got, want, roundings=ROUNDINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transformations(transform):
+    got, want = (transformed(transform, f, ARGS) for f in (fused(summed_again), summed_again))
+    assert_same(got, want, roundings=TRANSFORMS[transform].passes * ROUNDINGS)
+
+
+@pytest.mark.slow
+def test_in_the_simulator():
+    """As operations call them; inside of `fuse` the simulator, which calls back to Python, cannot run."""
+
+    def simulated(f):
+        return lambda *args, **options: f(*args, **options, interpret=_mosaic.interpret())
+
+    forward, backward, *_ = (on_a_cpu(k, simulated(norm.forward), simulated(norm.backward)) for k in MOSAIC)
+    args = normal(0, 3, 4, 40), normal(1, 3, 4, 40), normal(2, 40), normal(3, 40)
+    op = jax.make_jaxpr(fused(with_sum))(*args).eqns[-1].params["op"]
+    results, saved = forward.save(op, *args)
+    want, pull = jax.vjp(with_sum, *args)
+    assert_same(list(results), list(want), roundings=ROUNDINGS)
+    gradient = backward_program(op, (0, 1, 2, 3), (True, True)).op
+    cotangents = normal(4, 3, 4, 40), normal(5, 3, 4, 40)
+    found = backward.run(gradient, *args, results[1], *saved, *cotangents)
+    assert_same(list(found), list(pull(cotangents)), roundings=ROUNDINGS)
+
+
+# -- several devices -------------------------------------------------------------------------------------
+
+
+def marked(x, *args, **options):
+    """The stand-in, with something in the compiled program that tells it ran."""
+    found = plain_forward(x, *args, **options)
+    return found._replace(y=lax.erf_inv(lax.erf(found.y * 1e-3)) * 1e3)
+
+
+def is_taken(f, *args):
+    return "erf" in jax.jit(f).lower(*args).as_text()
+
+
+def test_on_several_devices_the_equations_are_partitioned_and_the_kernel_runs_in_shard_map():
+    kernels = tuple(on_a_cpu(k, marked, plain_backward) for k in MOSAIC)
+    f = aicf_jax.fuse(lambda x, g: rms_norm(x, g, 0.0, affine="no bias"), kernels=kernels)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    x = normal(0, 16, 8)
+    g = normal(1, 8)
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    assert is_taken(f, x, g) and is_taken(mapped, split, g) and not is_taken(f, split, g)
+    compiled = jax.jit(f).lower(split, jax.device_put(g, NamedSharding(mesh, P()))).compile()
+    assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
