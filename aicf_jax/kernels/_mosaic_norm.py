@@ -49,8 +49,9 @@ class _UpTo:
         return f"up to {self.most}"
 
 
-def _capabilities(row_bytes: int) -> dict[str, Any]:
+def _capabilities(row_bytes: int, **names: Any) -> dict[str, Any]:
     return {
+        **names,
         "axes": ANY,
         "length": _UpTo(8192),
         "row_bytes": _UpTo(row_bytes),
@@ -72,7 +73,7 @@ def forward_kernel(op: str) -> Kernel:
         f"mosaic_{op}",
         op,
         ("cuda",),
-        {**_capabilities(32768), "inputs": _Each(_INPUTS, frozenset({"X"}))},
+        _capabilities(32768, inputs=_Each(_INPUTS, frozenset({"X"}))),
         _run,
         save=_save,
         cost_bytes=_forward_bytes,
@@ -87,11 +88,11 @@ def gradient_kernel(op: str) -> Kernel:
         f"mosaic_{op}",
         op,
         ("cuda",),
-        {
-            **_capabilities(16384),
-            "inputs": _Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
-            "results": _Each(frozenset("d" + name for name in _INPUTS)),
-        },
+        _capabilities(
+            16384,
+            inputs=_Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
+            results=_Each(frozenset("d" + name for name in _INPUTS)),
+        ),
         _run_gradient,
         cost_bytes=_gradient_bytes,
         targets=TARGETS,
