@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.gemm_epilogue.device import forward_case
+from pallas_kernels.gemm_epilogue.device import backward_case, forward_case
 
 #: Checked and timed on a GPU: small and middle K, where an epilogue that is not fused costs most.
 DEVICE = (
@@ -15,4 +15,8 @@ DEVICE = (
     forward_case(8192, 4096, 2048, "silu", dtype="float16", with_z=True),
     forward_case(8192, 4096, 1024, "none", trans_b=True),
     forward_case(4080, 2064, 528, "gelu_tanh", with_z=True),
+    backward_case(8192, 4096),
+    backward_case(8192, 4096, "gelu_tanh"),
+    backward_case(8192, 4096, "gelu_exact"),
+    backward_case(4080, 2064, "silu", "float16"),
 )

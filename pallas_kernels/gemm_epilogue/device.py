@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device_case import CUBLASLT, DeviceCase, nbytes, tolerance
 from pallas_kernels.gemm_epilogue import reference
+from pallas_kernels.gemm_epilogue.backward import backward
 from pallas_kernels.gemm_epilogue.forward import forward
 
 #: The activations as people write them.
@@ -70,4 +71,35 @@ def forward_case(
         flops=2 * m * n * k,
         bytes=nbytes(avals, results),
         libraries={"cuBLASLt": CUBLASLT},
+    )
+
+
+def backward_case(m: int, n: int, activation: str = "relu", dtype: str = "bfloat16") -> DeviceCase:
+    """``dZ = dY act'`` and the gradient of the bias, from Y where that says it all (relu), else from Z."""
+
+    def arrays(key: jax.Array) -> tuple[Any, ...]:
+        kz, kd = jax.random.split(key)
+        z, dy = (jax.random.normal(k, (m, n)).astype(dtype) for k in (kz, kd))
+        return (jax.nn.relu(z) if activation == "relu" else z), dy
+
+    def kernel(residual: Any, dy: Any) -> tuple[Any, ...]:
+        return backward(residual, dy, activation=activation)
+
+    def unfused(residual: Any, dy: Any) -> tuple[Any, ...]:
+        (dz,) = jax.vjp(_WRITTEN[activation], residual)[1](dy)
+        return dz, jnp.sum(dz, 0)
+
+    def exact(residual: Any, dy: Any) -> tuple[Any, ...]:
+        return reference.backward(residual, dy, activation=activation, dtype=jnp.float64)
+
+    avals = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    return DeviceCase(
+        name=f"{activation} {dtype} {m}x{n} gradient",
+        arrays=arrays,
+        kernel=kernel,
+        unfused=unfused,
+        reference=exact,
+        tolerances=(tolerance(dtype), tolerance(dtype, m)),
+        flops=0,
+        bytes=nbytes(avals, jax.eval_shape(unfused, *avals)),
     )
