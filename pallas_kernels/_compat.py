@@ -75,3 +75,15 @@ def plugin_version() -> str:
 def transposed(ref: Any) -> Any:
     """A view of a two-dimensional ref of shared memory with its dimensions swapped."""
     return ref.transpose(1, 0) if not hasattr(ref, "transforms") else ref.transpose((1, 0))
+
+
+def simulates_bounds() -> bool:
+    """Whether the simulator fills and clips what TMA moves beyond an array; from jax 0.12."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return hasattr(gpu_callbacks, "_clip_store_to_shape")
+
+
+def simulates_transposes() -> bool:
+    """Whether the simulator multiplies refs that are transposed; from jax 0.12, as far as was tried."""
+    return simulates_bounds()
