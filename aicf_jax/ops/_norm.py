@@ -175,10 +175,15 @@ def input_names(op: FusedOp) -> dict[int, str]:
 
 def saved_names(op: FusedOp) -> tuple[str, ...]:
     """Of what the backward keeps."""
+    return (*(["S"] if sum_result(op) is not None else []), *saved_statistics(op))
+
+
+def saved_statistics(op: FusedOp) -> tuple[str, ...]:
+    """Of what `save` returns besides results."""
     found = ["rstd"] if op.blob["variance"] == "mean_square" else ["mean", "rstd"]
     if op.blob["clamped"]:
         found.append("slope")
-    return (*(["S"] if sum_result(op) is not None else []), *found)
+    return tuple(found)
 
 
 # -- forward and backward --------------------------------------------------------------------------------
