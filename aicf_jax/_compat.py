@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import linear_util as _lu
 from jax._src import named_sharding as _named_sharding
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
@@ -249,13 +251,6 @@ def without_constants(jaxpr: Any) -> Any:
     return make_jaxpr_object([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects)
 
 
-def gpu_architecture() -> str | None:
-    """Compute capability of jax's default device, such as "9.0"; None unless it is an NVIDIA GPU."""
-    if jax.default_backend() != "gpu":
-        return None
-    return getattr(jax.local_devices()[0], "compute_capability", None)
-
-
 def typeof(x: Any) -> Any:
     """The abstract type of an array or tracer."""
     return jax.typeof(x)
@@ -348,3 +343,24 @@ def register_checkify(primitive: Any, equations: Any) -> None:
         return new_error, out if primitive.multiple_results else out[0]
 
     _checkify.error_checks[primitive] = rule
+
+
+def is_split_by_xla(ctx: Any) -> bool:
+    """Whether what is being lowered is the program of several devices, which XLA splits.
+
+    Not so inside a `jax.shard_map` over all axes of its mesh, nor for one device.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        return set(context.manual_axes) != set(context.mesh.axis_names)
+    return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
+
+
+def lowers_with_devices(primitive: Any) -> None:
+    """Ask that jax tells what a program with this primitive runs on when it lowers it, as it does for its own."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def has_devices() -> bool:
+    """Whether there are several devices, and they are no mere description that is compiled for."""
+    return jax.sharding.get_abstract_mesh().abstract_device is None and jax.device_count() > 1

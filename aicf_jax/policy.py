@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from aicf_jax import _compat
-
 #: Numerics classes from strict to loose. A rewrite is legal when its class is not looser than the policy's.
 NUMERICS = ("bitwise", "reassociated", "approximate")
 
@@ -21,8 +19,8 @@ TARGETS: Mapping[str, str] = {
     "b200": "cuda",
 }
 
-#: Compute capability of the machines that have one, which kernels for one architecture ask for.
-ARCHITECTURES: Mapping[str, str] = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
+#: Targets that name no machine.
+GENERIC = ("cpu", "gpu", "cuda")
 
 _CHOICES = {
     "numerics": NUMERICS,
@@ -42,8 +40,8 @@ class Policy:
         function, sums in another order, accumulation never in a lower precision. ``"approximate"``: documented bounds.
       deterministic: only kernels that give the same bits on every run.
       target: the machine kernels are chosen for, one of `TARGETS`; None means every platform a program may be lowered
-        to gets its own choice. Kernels for one GPU architecture are considered where the target names a machine, or is
-        None and such a GPU is in this one.
+        to gets its own choice. Kernels for some machines only are considered where the target names a machine, or is
+        None and the GPU at hand is one of them.
       verify: run fused and unfused side by side and raise `VerificationError` where they disagree, naming the
         operation, its largest error, the bound and the source line. Inside ``jit``, ``grad``, ... the check runs with
         the compiled program, and jax reports it as a runtime error that ends with the same message. The reference is
@@ -89,12 +87,6 @@ class Policy:
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""
         return NUMERICS.index(numerics) <= NUMERICS.index(self.numerics)
-
-    def architecture(self) -> str | None:
-        """Compute capability of the target, or of this machine's GPU where no machine is named; None if unknown."""
-        if self.target == "cpu":
-            return None
-        return ARCHITECTURES.get(self.target or "") or _compat.gpu_architecture()
 
     def platforms(self) -> tuple[str, ...]:
         """The lowering platforms kernels are chosen for."""

@@ -8,13 +8,14 @@ what the equations cost as written, and wins when nothing is cheaper.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from aicf_jax import _compat, log, tuning
 from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.kernels import XLA, Kernel
 from aicf_jax.ops import FusedOp, nbytes
+from aicf_jax.policy import GENERIC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +75,15 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
 
 def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal]]:
     """The best kernel for a platform: by measured time where it and the best so far have one, else by bytes."""
-    unfused, architecture = op.semantic.unfused_bytes, op.context.policy.architecture()
+    unfused, target = op.semantic.unfused_bytes, op.context.policy.target
     best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
-    seconds, refusals = tuning.times(op, platform), []
+    seconds, requirements, refusals = tuning.times(op, platform), op.requirements(), []
     for kernel in op.context.kernels:
         if kernel.op != op.semantic.name or platform not in kernel.platforms:
             continue
-        if kernel.architectures and architecture is None:
-            continue  # nobody asked for this machine: not a kernel that was looked for and missed
-        refusal = refusal_of(kernel, op, pattern)
+        if not kernel.is_for(target) and (target is None or target in GENERIC):
+            continue  # nobody asked for its machine: not a kernel that was looked for and missed
+        refusal = refusal_of(kernel, op, pattern, requirements)
         moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
         if refusal is None and kernel.name in seconds and best in seconds:
             if seconds[kernel.name] >= seconds[best]:
@@ -97,18 +98,16 @@ def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal
     return best, refusals
 
 
-def refusal_of(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
+def refusal_of(kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[str, Hashable]) -> Refusal | None:
     """Why a kernel may not run an operation, whatever it costs; None when it may."""
-    policy, requirements = op.context.policy, op.requirements()
+    policy = op.context.policy
 
     def refuse(code: str, expected: str, found: str) -> Refusal:
         detail = f"kernel {kernel.name} cannot take this {op.semantic.name}: {found}"
         return Refusal(pattern, "select", code, detail, expected, found, op.site)
 
-    architecture = policy.architecture()
-    if kernel.architectures and architecture not in kernel.architectures:
-        expected = f"compute capability {' or '.join(kernel.architectures)}"
-        return refuse("architecture", expected, f"{architecture} ({policy.target or 'this machine'})")
+    if not kernel.is_for(policy.target):
+        return refuse("target", f"one of the machines {', '.join(kernel.targets or ())}", str(policy.target))
     unmet = kernel.unmet(requirements)
     if unmet:
         expected = [

@@ -129,10 +129,11 @@ def _random(seed: int, aval: Any) -> Any:
 
 def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
     """The kernels that may run the operation on a platform, whatever they cost."""
+    requirements = op.requirements()
     return [
         k
         for k in op.context.kernels
-        if k.op == op.semantic.name and platform in k.platforms and refusal_of(k, op, op.pattern) is None
+        if k.op == op.semantic.name and platform in k.platforms and refusal_of(k, op, op.pattern, requirements) is None
     ]
 
 

@@ -1,4 +1,6 @@
-"""GPU kernels for the fused operations, forward and backward.
+"""GPU kernels for the fused operations, forward and backward, in Pallas with its Mosaic GPU backend.
 
-Reserved for the GPU milestones (see docs/design); it holds no code yet.
+One package an operation: ``config`` (tile sizes, checked), ``forward``, ``backward``, ``reference`` (the same equations
+in plain jax) and ``cases`` (shapes the tests run). Kernels are functions of arrays; `aicf_jax.kernels` makes candidates
+of them. Importing this package imports no Mosaic: that happens when a kernel is traced.
 """

@@ -145,6 +145,7 @@ EVERY_GEMM_EPILOGUE = dict.fromkeys(
         "output_dtype",
         "product_dtype",
         "precision",
+        "matrices",
         "steps",
     ],
     ANY,

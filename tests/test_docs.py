@@ -9,11 +9,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-PAGES = sorted(
-    str(p.relative_to(ROOT))
-    for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    if "```python" in p.read_text("utf-8")
-)
+# Pages whose code compiles for a GPU.
+COMPILING = ("docs/gpu-compile.md",)
+
+PAGES = [
+    pytest.param(page, marks=pytest.mark.aot if page in COMPILING else ())
+    for page in sorted(
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        if "```python" in p.read_text("utf-8")
+    )
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

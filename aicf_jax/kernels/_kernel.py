@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping
+import functools
+from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Any
 
-from aicf_jax.policy import ARCHITECTURES, NUMERICS, TARGETS
+import jax
+
+from aicf_jax.policy import GENERIC, NUMERICS, TARGETS
 
 
 class _Any:
@@ -40,14 +43,19 @@ class Kernel:
       name: unique; `Fusion.kernel`.
       op: name of the operation it implements.
       platforms: lowering platforms it runs on, e.g. ``("cpu",)`` or ``("cuda",)``.
-      architectures: compute capabilities it is written for, e.g. ``("9.0",)`` (Hopper); empty: any machine of its
-        platforms. Where the architecture is not known (`Policy.target`) it is not a candidate.
       capabilities: requirement name -> accepted values. An operation's requirement is met when its value is in the
         collection; a requirement that is not named here is not met.
       run: ``run(op, *inputs) -> results`` as a tuple, one array for each of ``op.results``. Traced by jax, once per
         operation and platform.
       save: ``save(op, *inputs) -> (results, saved)``, with what the backward of the operation wants kept
         (`ops.Composite.save`). None: it is recomputed from the inputs.
+      targets: names of the machines it is made for (`Policy.target`), e.g. ``("h100", "h200")``; elsewhere it is no
+        candidate. Where the policy names no machine, the GPU at hand counts. None: any machine of its platforms.
+      opaque: XLA cannot see into it, and so not split it over devices: where it would have to, under ``jit`` on
+        several devices, it is split as `partition` says, or the equations run in its place and partition as unfused.
+        Inside `jax.shard_map` it runs on the parts that are there.
+      partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
+        with `saving` what `save` returns counts as results.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -60,14 +68,16 @@ class Kernel:
     name: str
     op: str
     platforms: tuple[str, ...]
-    capabilities: Mapping[str, Collection[Hashable]]
+    capabilities: Mapping[str, Container[Hashable]]
     run: Callable[..., tuple[Any, ...]]
     numerics: str = "reassociated"
     deterministic: bool = True
     cost_bytes: Callable[[Any], int] | None = None
     save: Callable[..., tuple[Any, Any]] | None = None
     program: Callable[[Any], str] | None = None
-    architectures: tuple[str, ...] = ()
+    targets: tuple[str, ...] | None = None
+    opaque: bool = False
+    partition: Callable[[Any, bool], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
@@ -76,16 +86,13 @@ class Kernel:
         if not self.platforms or unknown:
             known = ", ".join(sorted(set(TARGETS.values())))
             raise ValueError(f"Kernel({self.name!r}, platforms=...): expected some of {known}, found {self.platforms}")
+        foreign = [t for t in self.targets or () if TARGETS.get(t) not in {TARGETS[p] for p in self.platforms}]
+        if foreign:
+            raise ValueError(f"Kernel({self.name!r}, targets=...): expected machines of its platforms, found {foreign}")
         object.__setattr__(self, "platforms", tuple(dict.fromkeys(TARGETS[p] for p in self.platforms)))
         if self.numerics not in NUMERICS:
             raise ValueError(
                 f"Kernel({self.name!r}, numerics=...): expected one of {NUMERICS}, found {self.numerics!r}"
-            )
-        strange = [a for a in self.architectures if a not in ARCHITECTURES.values()]
-        if strange or isinstance(self.architectures, str):
-            known = ", ".join(sorted(set(ARCHITECTURES.values())))
-            raise ValueError(
-                f"Kernel({self.name!r}, architectures=...): expected some of {known}, found {self.architectures!r}"
             )
         if not callable(self.run):
             raise TypeError(f"Kernel({self.name!r}, run=...): expected a function, found {self.run!r}")
@@ -93,6 +100,21 @@ class Kernel:
     def __hash__(self) -> int:
         return hash((self.name, self.op, self.platforms))
 
+    def is_for(self, target: str | None) -> bool:
+        """Whether it is made for the machine that a policy names, or for the one at hand where none is named."""
+        if self.targets is None or target in self.targets:
+            return True
+        return target in (None, *GENERIC) and _gpu_at_hand() in self.targets
+
     def unmet(self, requirements: Mapping[str, Hashable]) -> dict[str, Hashable]:
         """The requirements this kernel does not meet: requirements are a subset of capabilities when it is empty."""
         return {k: v for k, v in requirements.items() if k not in self.capabilities or v not in self.capabilities[k]}
+
+
+@functools.cache
+def _gpu_at_hand() -> str:
+    """The target that the first GPU of this process is, empty where there is none or one that has no name here."""
+    if jax.default_backend() != "gpu":
+        return ""
+    kind = jax.devices()[0].device_kind.lower()
+    return next((t for t in TARGETS if t not in GENERIC and t in kind), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def _bits(dimensions: Sequence[int]) -> int:
     return sum(1 << (-1 - d) for d in dimensions)
 
 
-def _dimensions(bits: int, ndim: int) -> tuple[int, ...]:
+def dimensions(bits: int, ndim: int) -> tuple[int, ...]:
     return tuple(d for d in range(ndim) if bits >> (ndim - 1 - d) & 1)
 
 
@@ -70,25 +71,77 @@ def _check(match: Match) -> Refusal | None:
 
 
 def requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    """What a kernel of a norm or of its gradient must be capable of."""
+    """What a kernel of a norm must be capable of."""
+    names = input_names(op)
+    inputs = tuple(names.get(i, f"in{i}") for i in range(len(op.in_avals)))
+    return {**_requirements(op, dict(zip(inputs, op.in_avals, strict=True))), "inputs": inputs}
+
+
+def gradient_requirements(op: FusedOp) -> Mapping[str, Hashable]:
+    """What a kernel of a norm's gradient must be capable of.
+
+    A kernel may go by the names, though they are not part of equality: the equations are, and say the same.
+    """
+    arrays = dict(zip((*op.input_names, *op.result_names), (*op.in_avals, *op.out_avals), strict=False))
+    return {**_requirements(op, arrays), "inputs": op.input_names, "results": op.result_names}
+
+
+def _requirements(op: FusedOp, arrays: Mapping[str, Any]) -> dict[str, Hashable]:
     attrs = op.blob.unpack()
     ndim = 32  # more than any array has
     return {
         "axes": attrs["axes"],
+        "length": row_length(op),
+        "row_bytes": row_length(op) * op.in_avals[0].dtype.itemsize,
         "variance": attrs["variance"],
         "clamped": bool(attrs["clamped"]),
         "statistics": attrs["statistics"],
         "has_residual": bool(attrs["has_residual"]),
         **{
-            f"{name}_axes": tuple(d - ndim for d in _dimensions(op.blob[f"{name}_axes"], ndim))
+            f"{name}_axes": tuple(d - ndim for d in dimensions(op.blob[f"{name}_axes"], ndim))
             if attrs[f"has_{name}"]
             else None
             for name in ("scale", "bias")
         },
         "input_dtypes": tuple(str(a.dtype) for a in op.in_avals),
         "output_dtypes": tuple(str(a.dtype) for a in op.out_avals),
+        "arrays": _arrays(op, arrays),
     }
 
+
+def _arrays(op: FusedOp, arrays: Mapping[str, Any]) -> str:
+    """``"rows"``: each array has rows like X, one value for each of them, or is a parameter for all rows.
+
+    ``"shared"``: one array has two roles, as in ``x + x``. ``"batched"``: a gradient under ``vmap`` may have a scale,
+    a statistic or a cotangent for each element of a batch that X does not have.
+    """
+    roles = ("X", *(n for n, flag in _OPTIONAL if op.blob[flag]))
+    if not set(roles) <= set(arrays):
+        return "shared"
+    shape, length = op.in_avals[0].shape, row_length(op)
+    trailing = shape[-op.blob["axes"] :]
+    for name, aval in arrays.items():
+        found = math.prod(aval.shape)
+        parameter = name.removeprefix("d")
+        if parameter in ("scale", "bias"):
+            kept = dimensions(op.blob[f"{parameter}_axes"], len(trailing))
+            is_plain = found == math.prod(trailing[d] for d in kept)
+        elif name in ("mean", "rstd", "slope"):
+            is_plain = found == math.prod(shape) // length
+        else:
+            is_plain = aval.shape == shape
+        if not is_plain:
+            return "batched"
+    return "rows"
+
+
+def row_length(op: FusedOp) -> int:
+    """How many elements are normalized together."""
+    return math.prod(op.in_avals[0].shape[-op.blob["axes"] :])
+
+
+#: Roles that a norm may do without, and the attribute that tells.
+_OPTIONAL = (("R", "has_residual"), ("scale", "has_scale"), ("bias", "has_bias"))
 
 # -- slots -----------------------------------------------------------------------------------------------
 
@@ -104,7 +157,7 @@ def _slots(op: FusedOp) -> tuple[int, int | None, int | None]:
     return x, scale, rest.pop(0) if op.blob["has_bias"] else None
 
 
-def _sum_result(op: FusedOp) -> int | None:
+def sum_result(op: FusedOp) -> int | None:
     """Which result the residual sum is, None where nobody else uses it."""
     x = _slots(op)[0]
     return op.results.index(x) if x in op.results else None
@@ -123,10 +176,15 @@ def input_names(op: FusedOp) -> dict[int, str]:
 
 def saved_names(op: FusedOp) -> tuple[str, ...]:
     """Of what the backward keeps."""
+    return (*(["S"] if sum_result(op) is not None else []), *saved_statistics(op))
+
+
+def saved_statistics(op: FusedOp) -> tuple[str, ...]:
+    """Of what `save` returns besides results."""
     found = ["rstd"] if op.blob["variance"] == "mean_square" else ["mean", "rstd"]
     if op.blob["clamped"]:
         found.append("slope")
-    return (*(["S"] if _sum_result(op) is not None else []), *found)
+    return tuple(found)
 
 
 # -- forward and backward --------------------------------------------------------------------------------
@@ -170,7 +228,7 @@ def cotangent(
 ) -> list[Any]:
     """See the docstring of `ops.layer_norm`."""
     slot, scale, bias = _slots(op)
-    known = _sum_result(op)
+    known = sum_result(op)
     # Without a result of its own the sum is added up again: two arrays read for one kept.
     x = _wide(op, results[known] if known is not None else _summed_again(op, inputs))
     x, kept, cts = recomputed((x, list(saved), list(cts)))
@@ -211,7 +269,7 @@ def _summed_again(op: FusedOp, inputs: Sequence[Any]) -> Any:
 
 def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
     """A sum over the dimensions along which scale or bias are constant, shaped like it."""
-    kept = _dimensions(op.blob[f"{name}_axes"], term.ndim)
+    kept = dimensions(op.blob[f"{name}_axes"], term.ndim)
     total = jnp.sum(term, axis=tuple(d for d in range(term.ndim) if d not in kept))
     return total.reshape(aval.shape).astype(aval.dtype)
 
@@ -219,7 +277,7 @@ def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
 def _beside(op: FusedOp, scale: Any) -> Any:
     """The scale beside what is normalized."""
     shape = op.out_avals[0].shape
-    kept = _dimensions(op.blob["scale_axes"], len(shape))
+    kept = dimensions(op.blob["scale_axes"], len(shape))
     return scale.reshape([n if d in kept else 1 for d, n in enumerate(shape)])
 
 
@@ -249,7 +307,7 @@ def norm(name: str, kind_id: int) -> SemanticOp:
 
 def _kept_results(op: FusedOp) -> tuple[int, ...]:
     """The residual sum where it is a result; the norm's own result is not read backward."""
-    known = _sum_result(op)
+    known = sum_result(op)
     return () if known is None else (known,)
 
 
@@ -259,4 +317,4 @@ def norm_grad(name: str, kind_id: int) -> SemanticOp:
     def attributes(match: Any) -> Mapping[str, object]:
         raise ValueError(f"{name} is derived from a norm; no pattern stands for it")
 
-    return SemanticOp(name, Schema(kind_id=kind_id, schema_id=1, fields=FIELDS), attributes, requirements)
+    return SemanticOp(name, Schema(kind_id=kind_id, schema_id=1, fields=FIELDS), attributes, gradient_requirements)

@@ -15,6 +15,7 @@ from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
+from aicf_jax.ops._matrices import matrices
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.pattern import Match
 
@@ -90,6 +91,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "precision": str(op.steps[0].body.eqns[0].params["precision"]),
         # Casts and layout changes between product, bias and activation are steps of the operation too.
         "steps": tuple(step.name for step in op.steps),
+        "matrices": matrices(op),
     }
 
 

@@ -13,6 +13,7 @@ from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
+from aicf_jax.ops._matrices import rows, summed_axes
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.epilogue import ACTIVATIONS
 from aicf_jax.pattern import Match
@@ -54,8 +55,9 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     return {
         "activation": str(attrs["activation"]),
         "from_output": bool(attrs["from_output"]),
-        "summed_axes": tuple(d for d in range(op.blob["ndim"]) if op.blob["summed"] >> d & 1),
+        "summed_axes": summed_axes(op),
         "dtype": str(op.in_avals[-1].dtype),
+        "rows": rows(op),
     }
 
 

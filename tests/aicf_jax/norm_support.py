@@ -188,6 +188,11 @@ NEAR_MISSES = {
 
 REQUIREMENTS = (
     "axes",
+    "length",
+    "row_bytes",
+    "arrays",
+    "inputs",
+    "results",
     "variance",
     "clamped",
     "statistics",

@@ -115,7 +115,13 @@ MINE_GRAD = Kernel(
     "mine_grad",
     "gemm_epilogue_grad",
     ("cpu",),
-    {"activation": {"silu"}, "from_output": {False}, "summed_axes": {(0,)}, "dtype": {"float32", "float64"}},
+    {
+        "activation": {"silu"},
+        "from_output": {False},
+        "summed_axes": {(0,)},
+        "dtype": {"float32", "float64"},
+        "rows": aicf_jax.kernels.ANY,
+    },
     _run_grad,
 )
 KERNELS = aicf_jax.KERNELS + (MINE, MINE_GRAD)

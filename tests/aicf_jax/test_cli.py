@@ -120,9 +120,9 @@ def test_a_function_that_cannot_be_traced(here, capsys):
     ],
 )
 def test_types(text, shape, dtype):
-    from aicf_jax.cli import _shape
+    from pallas_kernels.command_line import array_type
 
-    found = _shape(text)
+    found = array_type("--arg", text)
     assert found.shape == shape and str(found.dtype) == dtype
 
 

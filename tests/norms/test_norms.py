@@ -369,6 +369,10 @@ def test_what_a_kernel_is_asked_for():
     op = jax.make_jaxpr(kept_whole(hidden_residual))(*ARGS).eqns[-1].params["op"]
     assert op.requirements() == {
         "axes": 1,
+        "length": 6,
+        "row_bytes": 24,
+        "arrays": "rows",
+        "inputs": ("X", "R", "scale", "bias"),
         "variance": "centered",
         "clamped": False,
         "statistics": "float32",

@@ -1,0 +1,60 @@
+"""``mosaic_gemm_epilogue_grad``: `pallas_kernels.gemm_epilogue.backward` for Hopper.
+
+Memory moved: dY and the residual read once, dZ and db written once. Sums in float32, the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aicf_jax.kernels._hopper import NARROW, STORED, TARGETS, Where
+from aicf_jax.kernels._kernel import ANY, Kernel
+from aicf_jax.ops import FusedOp
+from aicf_jax.ops._matrices import Rows, multiple, rows
+from aicf_jax.ops.epilogue import ACTIVATIONS
+
+
+def _fits(item: Any) -> bool:
+    """DZ and its sum, both wanted, with whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
+    if not isinstance(item, Rows) or multiple(item.n) < 16 or multiple(item.m) < 8:
+        return False
+    first, *casts, last = item.steps
+    plain = set(casts) <= {"convert_element_type"} and last == "reduce_sum"
+    wanted = item.results == (last, first)
+    return plain and wanted and item.residual_dtype in STORED and item.sum_dtype in STORED
+
+
+def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+    from pallas_kernels.gemm_epilogue import backward
+
+    shape, attrs = rows(op), op.blob.unpack()
+    assert shape is not None
+    residual, dy = (inputs[i].reshape(shape.m, shape.n) for i in op.steps[0].operands)
+    sums, out = op.out_avals
+    dz, db = backward(
+        residual,
+        dy,
+        activation=str(attrs["activation"]),
+        alpha=float(attrs["alpha"]),  # pyright: ignore[reportArgumentType]
+        from_output=bool(attrs["from_output"]),
+        dz_dtype=out.dtype,
+        db_dtype=sums.dtype,
+    )
+    return db.reshape(sums.shape), dz.reshape(out.shape)
+
+
+KERNEL = Kernel(
+    "mosaic_gemm_epilogue_grad",
+    "gemm_epilogue_grad",
+    ("cuda",),
+    {
+        "activation": ACTIVATIONS,
+        "from_output": ANY,
+        "summed_axes": ANY,
+        "dtype": NARROW,
+        "rows": Where("dZ and its sum over rows, their number a multiple of 8 and that of columns of 16", _fits),
+    },
+    _run,
+    targets=TARGETS,
+    opaque=True,
+)

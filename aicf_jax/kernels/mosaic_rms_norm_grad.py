@@ -1,0 +1,7 @@
+"""``mosaic_rms_norm_grad``: `pallas_kernels.norm.backward` for Hopper: dX and sums of each block, then their sum."""
+
+from __future__ import annotations
+
+from aicf_jax.kernels._mosaic_norm import gradient_kernel
+
+KERNEL = gradient_kernel("rms_norm_grad")

@@ -1,0 +1,89 @@
+"""The only file of this package that names `jax._src` or a version of jax.
+
+Each function is one fact that no public API offers on every supported release; tried on jax 0.10.2 and 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+
+
+def interpret_params_class() -> type[Any]:
+    """The parameters of Mosaic GPU's simulator; public from jax 0.11."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    found = getattr(plgpu, "InterpretGPUParams", None)
+    if found is None:
+        from jax._src.pallas.mosaic_gpu.interpret import params
+
+        found = params.InterpretGPUParams
+    return found
+
+
+def reset_interpreter() -> None:
+    """Forget the simulator's memory: needed after a kernel raised inside of it."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def races_found() -> bool:
+    """Whether the last simulated kernel that looked for races had one."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    state = gpu_callbacks.get_races()
+    return bool(state.races_found)
+
+
+def load(ref: Any, layout: Any, simulated: bool) -> Any:
+    """An array from global memory, over the threads as `layout` says.
+
+    The simulator of jax 0.10 knows neither layouts nor this load: what it reads is the same.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if simulated:
+        return ref[...]
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: Any, simulated: bool) -> None:
+    """An array to global memory. Where jax has no such store an assignment allows any layout."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    known = getattr(plgpu, "store", None)
+    if simulated or known is None:
+        ref[...] = value
+    else:
+        known(ref, value, optimized=False)
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - a flag pyright does not know
+
+
+def plugin_version() -> str:
+    """The release that the packages of jax's CUDA plugin must have: jax's own."""
+    return jax.__version__
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a two-dimensional ref of shared memory with its dimensions swapped."""
+    return ref.transpose(1, 0) if not hasattr(ref, "transforms") else ref.transpose((1, 0))
+
+
+def simulates_bounds() -> bool:
+    """Whether the simulator fills and clips what TMA moves beyond an array; from jax 0.12."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return hasattr(gpu_callbacks, "_clip_store_to_shape")
+
+
+def simulates_transposes() -> bool:
+    """Whether the simulator multiplies refs that are transposed; from jax 0.12, as far as was tried."""
+    return simulates_bounds()
