@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import linear_util as _lu
 from jax._src import named_sharding as _named_sharding
 from jax._src import sharding_impls as _sharding_impls
@@ -353,3 +354,13 @@ def is_split_by_xla(ctx: Any) -> bool:
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         return set(context.manual_axes) != set(context.mesh.axis_names)
     return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
+
+
+def lowers_with_devices(primitive: Any) -> None:
+    """Ask that jax tells what a program with this primitive runs on when it lowers it, as it does for its own."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def has_devices() -> bool:
+    """Whether there are several devices, and they are no mere description that is compiled for."""
+    return jax.sharding.get_abstract_mesh().abstract_device is None and jax.device_count() > 1

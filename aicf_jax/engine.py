@@ -116,7 +116,7 @@ class Engine:
 
     def _enter(self, eqn: Any, found: _Found) -> Any:
         """The equation with the programs in its parameters rewritten."""
-        if eqn.primitive is primitives.fused_p:
+        if eqn.primitive in (primitives.fused_p, primitives.split_p):
             found.fusions.append(Fused(eqn.params["op"]))
         if not PRIMITIVE_FLAGS.get(eqn.primitive.name, OpFlags.NONE) & OpFlags.IS_CONTROL_FLOW and (
             eqn.primitive.name != "custom_jvp_call"
@@ -258,6 +258,6 @@ def _equation(graph: Graph, position: int) -> Any:
         anchor,
         [atoms[v].atom for v in node.inputs],
         [atoms[v].atom for v in node.outputs],
-        primitives.fused_p,
+        primitives.primitive_of(node.payload),
         {"op": node.payload, "residual": False},
     )

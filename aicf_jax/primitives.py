@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
-from aicf_jax import _compat, autodiff, log, verify
+from aicf_jax import _compat, autodiff, log, partition, verify
 from aicf_jax.errors import FuseError
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
@@ -31,12 +31,22 @@ from aicf_jax.policy import TARGETS
 from aicf_jax.select import check_results, is_left_to_xla, kernel_for, results_of
 
 fused_p = _compat.new_primitive("fused", multiple_results=True)
+#: The same for an operation with a kernel that is split over devices by a rule of its own.
+split_p = _compat.new_primitive("fused", multiple_results=True)
+_compat.lowers_with_devices(split_p)
 tangent_p = _compat.new_primitive("fused_tangent", multiple_results=True)
 
 
 def bind(op: FusedOp, *inputs: Any) -> list[Any]:
     """The operation's results on these inputs, under whatever transformation is going on."""
-    return fused_p.bind(*inputs, op=op, residual=False)
+    return primitive_of(op).bind(*inputs, op=op, residual=False)
+
+
+def primitive_of(op: FusedOp) -> Any:
+    """What stands for an operation in a program."""
+    kernels = [kernel_for(op, platform) for platform, _ in op.choices]
+    is_split = any(k is not None and k.partition is not None for k in kernels)
+    return split_p if is_split and _compat.has_devices() else fused_p
 
 
 def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str | None) -> list[Any]:
@@ -86,7 +96,7 @@ def _function(op: FusedOp, residual: bool, platform: str | None) -> Any:
 
 @memo()
 def _jitted(op: FusedOp, residual: bool) -> Any:
-    return jax.jit(lambda *inputs: fused_p.bind(*inputs, op=op, residual=residual))
+    return jax.jit(lambda *inputs: primitive_of(op).bind(*inputs, op=op, residual=residual))
 
 
 def _abstract(*avals: Any, op: FusedOp, residual: bool) -> list[Any]:
@@ -98,18 +108,37 @@ def _abstract(*avals: Any, op: FusedOp, residual: bool) -> list[Any]:
 def _lowering(platform: str | None) -> Any:
     def lower(ctx: Any, *inputs: Any, op: FusedOp, residual: bool) -> Any:
         kernel = kernel_for(op, platform) if platform is not None else None
-        is_split = kernel is not None and kernel.opaque and _compat.is_split_by_xla(ctx)
-        f = _function(op, residual, None if is_split else platform)
+        if kernel is not None and kernel.opaque and _compat.is_split_by_xla(ctx):
+            f = _on_parts(op, kernel, residual) or _function(op, residual, None)
+        else:
+            f = _function(op, residual, platform)
         return mlir.lower_fun(f, multiple_results=True)(ctx, *inputs)
 
     return lower
 
 
-fused_p.def_impl(lambda *inputs, op, residual: _jitted(op, residual)(*inputs))
-fused_p.def_abstract_eval(_abstract)
-mlir.register_lowering(fused_p, _lowering(None))
-for _platform in sorted(set(TARGETS.values())):
-    mlir.register_lowering(fused_p, _lowering(_platform), platform=_platform)
+def _on_parts(op: FusedOp, kernel: Any, residual: bool) -> Any:
+    """A kernel that XLA cannot split, split by its own rule; None where it has none, or for `Policy.verify`."""
+    saving = residual and _has_residual(op, residual)
+    unknown = kernel.partition is None or (saving and kernel.save is None) or op.context.policy.verify
+    if unknown or primitive_of(op) is fused_p:
+        return None
+
+    def on_a_part(*inputs: Any) -> list[Any]:
+        if not saving:
+            return results_of(kernel, op, inputs)
+        out, saved = kernel.save(op, *inputs)
+        return [*out, *saved]
+
+    return partition.split(on_a_part, kernel.partition(op, saving))
+
+
+for _fused in (fused_p, split_p):
+    _fused.def_impl(lambda *inputs, op, residual: _jitted(op, residual)(*inputs))
+    _fused.def_abstract_eval(_abstract)
+    mlir.register_lowering(_fused, _lowering(None))
+    for _platform in sorted(set(TARGETS.values())):
+        mlir.register_lowering(_fused, _lowering(_platform), platform=_platform)
 
 
 def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual: bool) -> Any:
@@ -119,16 +148,13 @@ def _batch(inputs: Sequence[Any], dims: Sequence[Any], *, op: FusedOp, residual:
     # What is kept for the backward may depend on the shape of the result; it must be what was kept without a batch.
     if batched is not None and not (residual and len(autodiff.saved_avals(batched)) != len(autodiff.saved_avals(op))):
         moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(inputs, dims, strict=True)]
-        out = fused_p.bind(*moved, op=batched, residual=residual)
+        out = primitive_of(batched).bind(*moved, op=batched, residual=residual)
         # What does not depend on a batched operand is not batched: the log-sum-exp where only V is.
         more = autodiff.saved_avals(op)[len(autodiff.kept_results(op)) :] if residual else ()
         before = [*op.out_avals, *more]
         return out, [0 if x.ndim > a.ndim else None for x, a in zip(out, before, strict=True)]
     out = batched_program(op, residual, tuple(dims), tuple(map(_compat.typeof, inputs)))(*inputs)
     return out, [0] * len(out)
-
-
-batching.primitive_batchers[fused_p] = _batch
 
 
 # -- differentiation ------------------------------------------------------------------------------------
@@ -144,7 +170,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, op: FusedOp, residu
     if open_:
         out, saved = autodiff.save(op, primals)
     else:
-        found: Any = fused_p.bind(*primals, op=op, residual=True)
+        found: Any = primitive_of(op).bind(*primals, op=op, residual=True)
         out, saved = found[: len(op.results)], found[len(op.results) :]
     saved = autodiff.kept(op, out, saved)
     present = tuple(type(t) is not ad.Zero for t in tangents)
@@ -167,7 +193,9 @@ def _jvp_of_equations(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -
     return jax.jvp(some, tuple(primals[i] for i in where), tuple(tangents[i] for i in where))
 
 
-ad.primitive_jvps[fused_p] = _jvp
+for _fused in (fused_p, split_p):
+    batching.primitive_batchers[_fused] = _batch
+    ad.primitive_jvps[_fused] = _jvp
 
 
 def _split(args: Sequence[Any], op: FusedOp, present: Sequence[bool]) -> tuple[Any, Any, Any, list[int]]:
@@ -219,7 +247,8 @@ def _transpose(cts: Sequence[Any], *inputs: Any, op: FusedOp, residual: bool) ->
     return out
 
 
-ad.primitive_transposes[fused_p] = _transpose
+for _fused in (fused_p, split_p):
+    ad.primitive_transposes[_fused] = _transpose
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -267,8 +296,9 @@ def _jet(primals: Sequence[Any], series: Sequence[Any], *, op: FusedOp, residual
     return jet.jet(_function(op, residual, None), tuple(primals), tuple(series), factorial_scaled=False)
 
 
-jet.jet_rules[fused_p] = _jet
-_compat.register_checkify(fused_p, _equations)
+for _fused in (fused_p, split_p):
+    jet.jet_rules[_fused] = _jet
+    _compat.register_checkify(_fused, _equations)
 _compat.register_checkify(tangent_p, _tangent_equations)
 _compat.register_checkify(
     autodiff.activation_grad_p, lambda r, t, *, grad: _compat.trace(lambda *xs: [grad(*xs)], r, t)

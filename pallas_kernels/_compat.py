@@ -55,10 +55,11 @@ def store(ref: Any, value: Any, simulated: bool) -> None:
     """An array to global memory. Where jax has no such store an assignment allows any layout."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    if simulated or not hasattr(plgpu, "store"):
+    known = getattr(plgpu, "store", None)
+    if simulated or known is None:
         ref[...] = value
     else:
-        plgpu.store(ref, value, optimized=False)
+        known(ref, value, optimized=False)
 
 
 def x64_enabled() -> bool:

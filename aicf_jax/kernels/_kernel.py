@@ -52,7 +52,10 @@ class Kernel:
       targets: names of the machines it is made for (`Policy.target`), e.g. ``("h100", "h200")``; elsewhere it is no
         candidate. Where the policy names no machine, the GPU at hand counts. None: any machine of its platforms.
       opaque: XLA cannot see into it, and so not split it over devices: where it would have to, under ``jit`` on
-        several devices, the equations run in its place, and partition as unfused. Inside `jax.shard_map` it runs.
+        several devices, it is split as `partition` says, or the equations run in its place and partition as unfused.
+        Inside `jax.shard_map` it runs on the parts that are there.
+      partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
+        with `saving` what `save` returns counts as results.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -74,6 +77,7 @@ class Kernel:
     program: Callable[[Any], str] | None = None
     targets: tuple[str, ...] | None = None
     opaque: bool = False
+    partition: Callable[[Any, bool], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:

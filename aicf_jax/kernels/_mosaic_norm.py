@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.ops import FusedOp, _norm, nbytes
+from aicf_jax.partition import Partition
 
 #: The machines they are made for.
 TARGETS = ("h100", "h200")
@@ -49,8 +50,9 @@ class _UpTo:
         return f"up to {self.most}"
 
 
-def _capabilities(row_bytes: int) -> dict[str, Any]:
+def _capabilities(row_bytes: int, **names: Any) -> dict[str, Any]:
     return {
+        **names,
         "axes": ANY,
         "length": _UpTo(8192),
         "row_bytes": _UpTo(row_bytes),
@@ -72,10 +74,11 @@ def forward_kernel(op: str) -> Kernel:
         f"mosaic_{op}",
         op,
         ("cuda",),
-        {**_capabilities(32768), "inputs": _Each(_INPUTS, frozenset({"X"}))},
+        _capabilities(32768, inputs=_Each(_INPUTS, frozenset({"X"}))),
         _run,
         save=_save,
         cost_bytes=_forward_bytes,
+        partition=_partition,
         targets=TARGETS,
         opaque=True,
     )
@@ -87,13 +90,14 @@ def gradient_kernel(op: str) -> Kernel:
         f"mosaic_{op}",
         op,
         ("cuda",),
-        {
-            **_capabilities(16384),
-            "inputs": _Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
-            "results": _Each(frozenset("d" + name for name in _INPUTS)),
-        },
+        _capabilities(
+            16384,
+            inputs=_Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
+            results=_Each(frozenset("d" + name for name in _INPUTS)),
+        ),
         _run_gradient,
         cost_bytes=_gradient_bytes,
+        partition=_partition_gradient,
         targets=TARGETS,
         opaque=True,
     )
@@ -193,6 +197,31 @@ def _gradient_bytes(op: FusedOp) -> int:
     count = math.prod(op.in_avals[0].shape) // _norm.row_length(op)
     itemsize = op.in_avals[0].dtype.itemsize
     return op.outer_bytes() + _padding(op) + sums * partial_bytes(count, _norm.row_length(op), itemsize)
+
+
+# -- several devices -------------------------------------------------------------------------------------
+
+
+def _partition(op: FusedOp, saving: bool) -> Partition:
+    """Rows may be split, and what there is one of for each row; they are whole themselves, as are parameters."""
+    names = _norm.input_names(op)
+    inputs = tuple(_names(op, names[i], a) for i, a in enumerate(op.in_avals))
+    rows = _names(op, "X", op.in_avals[0])
+    return Partition(inputs, (rows,) * (len(op.results) + (len(_norm.saved_statistics(op)) if saving else 0)))
+
+
+def _partition_gradient(op: FusedOp, saving: bool) -> Partition:
+    """As forward; gradients of parameters are the sum of those that each part has."""
+    arrays = ((op.input_names, op.in_avals), (op.result_names, op.out_avals))
+    inputs, results = (tuple(_names(op, n, a) for n, a in zip(*of, strict=True)) for of in arrays)
+    return Partition(inputs, results, tuple(k for k, n in enumerate(op.result_names) if n in ("dscale", "dbias")))
+
+
+def _names(op: FusedOp, name: str, aval: Any) -> tuple[str | None, ...]:
+    if name.removeprefix("d") in ("scale", "bias"):
+        return (None,) * aval.ndim
+    free = aval.ndim - op.blob["axes"]
+    return tuple(f"r{k}" if k < free else None for k in range(aval.ndim))
 
 
 # -- arrays ----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -214,24 +213,86 @@ def test_in_the_simulator():
 # -- several devices -------------------------------------------------------------------------------------
 
 
-def marked(x, *args, **options):
-    """The stand-in, with something in the compiled program that tells it ran."""
-    found = plain_forward(x, *args, **options)
-    return found._replace(y=lax.erf_inv(lax.erf(found.y * 1e-3)) * 1e3)
+def marked(f, name):
+    """A stand-in that leaves its name in the compiled program."""
+
+    def run(*args, **options):
+        with jax.named_scope(name):
+            return f(*args, **options)
+
+    return run
 
 
-def is_taken(f, *args):
-    return "erf" in jax.jit(f).lower(*args).as_text()
+FORWARD, BACKWARD = "norm_kernel_forward", "norm_kernel_backward"
+MARKED = tuple(on_a_cpu(k, marked(plain_forward, FORWARD), marked(plain_backward, BACKWARD)) for k in MOSAIC)
 
 
-def test_on_several_devices_the_equations_are_partitioned_and_the_kernel_runs_in_shard_map():
-    kernels = tuple(on_a_cpu(k, marked, plain_backward) for k in MOSAIC)
+def runs(compiled, name=FORWARD):
+    return name in compiled.as_text()
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(compiled):
+    return sum(len(re.findall(rf" {name}(?:-start)?\(", compiled.as_text())) for name in COLLECTIVES)
+
+
+LAYOUTS = {
+    "rows": ({"data": 8}, P("data"), P()),
+    "rows along two dimensions": ({"data": 2, "sequence": 4}, P("data", "sequence"), P()),
+    "rows along the second": ({"data": 8}, P(None, "data"), P()),
+    "sharded parameters": ({"data": 8}, P("data"), P("data")),
+    "two axes of a mesh": ({"a": 2, "b": 4}, P(("a", "b")), P()),
+    "one copy each": ({"data": 8}, P(), P()),
+}
+
+
+@pytest.mark.parametrize(
+    "axes, rows, parameter",
+    [
+        pytest.param(*layout, id=name, marks=() if name == "rows along two dimensions" else pytest.mark.slow)
+        for name, layout in LAYOUTS.items()
+    ],
+)
+def test_each_device_runs_the_kernel_on_its_rows(axes, rows, parameter):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(tuple(axes.values())), tuple(axes))
+    specs = (rows, rows, parameter, parameter)
+    args = [normal(0, 16, 8, 8), normal(1, 16, 8, 8), normal(2, 8), normal(3, 8)]
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+
+    def gradients(f):
+        return lambda *a: jax.vjp(f, *a)[1](a[:2])
+
+    f = aicf_jax.fuse(with_sum, kernels=MARKED, policy=aicf_jax.Policy(on_failure="raise"))
+    for program in (lambda f: f, gradients):
+        got, want = (jax.jit(program(g)).lower(*args).compile() for g in (f, with_sum))
+        assert runs(got) and runs(got, BACKWARD) == (program is gradients)
+        assert collectives(got) <= collectives(want)
+        found, expected = got(*args), want(*args)
+        # sums over 128 rows of 8, on each device and over them
+        assert_same(found, expected, roundings=128 + 8 * ROUNDINGS)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
+
+
+def test_rows_that_are_split_themselves_are_gathered():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("model",))
+    x, g = normal(0, 16, 8), normal(1, 8)
+    f = aicf_jax.fuse(lambda x, g: rms_norm(x, g, 0.0, affine="no bias"), kernels=MARKED)
+    split = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
+    assert_same(jax.jit(f)(split, g), f(x, g), roundings=ROUNDINGS)
+
+
+def test_without_a_rule_the_equations_are_split_and_in_shard_map_the_kernel_runs():
+    kernels = tuple(dataclasses.replace(k, partition=None) for k in MARKED)
     f = aicf_jax.fuse(lambda x, g: rms_norm(x, g, 0.0, affine="no bias"), kernels=kernels)
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
-    x = normal(0, 16, 8)
-    g = normal(1, 8)
+    x, g = normal(0, 16, 8), jax.device_put(normal(1, 8), NamedSharding(mesh, P()))
     split = jax.device_put(x, NamedSharding(mesh, P("data")))
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    assert is_taken(f, x, g) and is_taken(mapped, split, g) and not is_taken(f, split, g)
-    compiled = jax.jit(f).lower(split, jax.device_put(g, NamedSharding(mesh, P()))).compile()
-    assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
+    with_mesh, on_one, in_parts = (
+        jax.jit(h).lower(*a).compile() for h, a in ((f, (split, g)), (f, (x, normal(1, 8))), (mapped, (split, g)))
+    )
+    assert (runs(with_mesh), runs(on_one), runs(in_parts)) == (False, True, True)
+    assert collectives(with_mesh) == 0

@@ -1,0 +1,105 @@
+"""Kernels that XLA cannot see into, on several devices: each runs one on its part of the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+#: For each array a name for each dimension; None for one that a kernel needs whole.
+Names = tuple[tuple[str | None, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Along which dimensions the arrays of a kernel may be split; those of one name are split alike.
+
+    Attributes:
+      inputs, results: names of dimensions.
+      sums: results that are the sum over the parts: along names that they do not have, inputs were split.
+    """
+
+    inputs: Names
+    results: Names
+    sums: tuple[int, ...] = ()
+
+    def rule(self) -> tuple[str, tuple[str, ...]]:
+        """The sharding rule as `custom_partitioning` wants it, and the names of what has to be whole."""
+        whole: list[str] = []
+
+        def named(names: Sequence[str | None]) -> Iterator[str]:
+            for name in names:
+                if name is None:
+                    whole.append(f"w{len(whole)}")
+                yield whole[-1] if name is None else name
+
+        left, right = (", ".join(" ".join(named(a)) for a in arrays) for arrays in (self.inputs, self.results))
+        return f"{left} -> {right}", tuple(whole)
+
+
+def split(f: Callable[..., Sequence[Any]], partition: Partition) -> Callable[..., list[Any]]:
+    """``f``, which is right for any part of its arrays, as a function of whole arrays that XLA may split.
+
+    Arrays stay where they are along named dimensions; what is needed whole is gathered, and sums of half precision
+    are added up in float32.
+    """
+
+    def on_devices(mesh: Any, arguments: Any, results: Any) -> Any:
+        axes = _axes(partition, mesh, [*arguments, *results])
+
+        def sharding(names: Sequence[str | None]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(n or "") for n in names)))
+
+        def lower(*inputs: Any) -> tuple[Any, ...]:
+            found = list(f(*inputs))
+            over = {k: _beyond(axes, partition.results[k]) for k in partition.sums}
+            for axes_of in sorted({a for a in over.values() if a}):
+                where = [k for k, a in over.items() if a == axes_of]
+                for k, total in zip(where, _added([found[k] for k in where], axes_of), strict=True):
+                    found[k] = total
+            return tuple(found)
+
+        return mesh, lower, tuple(map(sharding, partition.results)), tuple(map(sharding, partition.inputs))
+
+    rule, whole = partition.rule()
+    whole_arrays = custom_partitioning(lambda *inputs: tuple(f(*inputs)))
+    whole_arrays.def_partition(on_devices, sharding_rule=rule, need_replication_factors=whole)
+    return lambda *inputs: list(whole_arrays(*inputs))
+
+
+def _axes(partition: Partition, mesh: Any, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The mesh axes that each name is split over: as the first array that has it is, where that leaves no rest."""
+    found: dict[str, Any] = {}
+    used: set[Any] = set()
+    for names, array in zip((*partition.inputs, *partition.results), arrays, strict=True):
+        spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else ()
+        for name, size, part in zip(names, array.shape, spec, strict=False):
+            over = _flat(part)
+            count = math.prod(mesh.shape[a] for a in over)
+            if name is not None and over and name not in found and not used.intersection(over) and size % count == 0:
+                found[name] = part
+                used.update(over)
+    return found
+
+
+def _flat(part: Any) -> tuple[Any, ...]:
+    if part is None:
+        return ()
+    return tuple(part) if isinstance(part, tuple) else (part,)
+
+
+def _beyond(axes: dict[str, Any], names: Sequence[str | None]) -> tuple[Any, ...]:
+    """The mesh axes that other names are split over."""
+    return tuple(a for name, part in axes.items() if name not in names for a in _flat(part))
+
+
+def _added(parts: list[Any], axes: tuple[Any, ...]) -> list[Any]:
+    """Arrays added up over devices, all at once, in float32 or wider."""
+    wide = tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in parts)
+    return [total.astype(x.dtype) for total, x in zip(jax.lax.psum(wide, axes), parts, strict=True)]
