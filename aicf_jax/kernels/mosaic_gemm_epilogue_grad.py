@@ -15,7 +15,7 @@ from aicf_jax.ops.epilogue import ACTIVATIONS
 
 
 def _fits(item: Any) -> bool:
-    """dZ and its sum, both wanted, with whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
+    """Whether dZ and its sum are both wanted, with whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
     if not isinstance(item, Rows) or multiple(item.n) < 16 or multiple(item.m) < 8:
         return False
     first, *casts, last = item.steps
