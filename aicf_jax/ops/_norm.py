@@ -46,19 +46,21 @@ def _attributes(match: Match) -> Mapping[str, object]:
         "clamped": int(norm.attr("clamped")),
         "statistics": norm.attr("statistics"),
         "has_scale": int(scale is not None),
-        "scale_axes": _bits(scale or ()),
+        "scale_axes": bits(scale or ()),
         "has_bias": int(bias is not None),
-        "bias_axes": _bits(bias or ()),
+        "bias_axes": bits(bias or ()),
         "has_residual": int(match.first(OpFlags.IS_RESIDUAL) is not None),
     }
 
 
-def _bits(dimensions: Sequence[int]) -> int:
-    return sum(1 << (-1 - d) for d in dimensions)
+def bits(places: Sequence[int]) -> int:
+    """Dimensions, counted from the end, as bits."""
+    return sum(1 << (-1 - d) for d in places)
 
 
-def dimensions(bits: int, ndim: int) -> tuple[int, ...]:
-    return tuple(d for d in range(ndim) if bits >> (ndim - 1 - d) & 1)
+def dimensions(packed: int, ndim: int) -> tuple[int, ...]:
+    """The dimensions that bits stand for, counted from the front."""
+    return tuple(d for d in range(ndim) if packed >> (ndim - 1 - d) & 1)
 
 
 def _check(match: Match) -> Refusal | None:
