@@ -62,7 +62,7 @@ class DeviceCase:
 
 
 def tolerance(dtype: Any, length: int = 1) -> float:
-    """Largest difference of a result of `dtype` that is a float32 sum of `length` random terms, relative to the largest.
+    """Largest error of a result of `dtype` that is a float32 sum of `length` random terms, relative to the largest.
 
     Two roundings to `dtype`, of what is summed and of the result. The error of a float32 sum of n terms is at most
     ``6 sqrt(n) u sum |terms|``, u = 2^-24, but for one in some hundred millions (Higham and Mary, "A new approach to

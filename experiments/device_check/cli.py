@@ -23,6 +23,7 @@ from experiments.device_check.cases import every_case
 from experiments.device_check.dry_run import compile_cases
 from experiments.device_check.run import run
 from pallas_kernels import aot
+from pallas_kernels.command_line import positive
 from pallas_kernels.device_case import DeviceCase
 
 OUTPUT = Path("results/device_check")
@@ -47,18 +48,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--cases", nargs="+", metavar="TEXT", help="only cases with one of these texts in their name")
     result.add_argument(
-        "--budget", type=_positive, metavar="SECONDS", help=f"for all of it (default: {BUDGET_S:.0f}; dry run: 1800)"
+        "--budget", type=positive, metavar="SECONDS", help=f"for all of it (default: {BUDGET_S:.0f}; dry run: 1800)"
     )
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON: %(default)s")
     result.add_argument("--list", action="store_true", help="name the cases, and stop")
     return result
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
-    return value
 
 
 def target_of_device() -> str:
@@ -78,10 +72,7 @@ def main(
     target = options.target or target_of_device()
     cases = _chosen(find_cases(target), options.cases)
     if not cases:
-        print(
-            f"python -m experiments.device_check: no case has {options.cases} in its name; see --list", file=sys.stderr
-        )
-        return EXIT_USAGE
+        return _refuse(f"no case has {options.cases} in its name; --list names them")
     if options.list:
         for name in cases:
             console.print(name, markup=False, highlight=False, soft_wrap=True)
@@ -89,13 +80,16 @@ def main(
     if options.dry_run:
         return dry(cases, target, options, console)
     if jax.default_backend() != "gpu":
-        print(
-            f"python -m experiments.device_check: there is no GPU here (jax runs on {jax.default_backend()}), so nothing "
-            "was checked; --dry-run compiles everything for a GPU that is not there",
-            file=sys.stderr,
+        return _refuse(
+            f"there is no GPU here (jax runs on {jax.default_backend()}), so nothing was checked; --dry-run compiles "
+            "everything for a GPU that is not there"
         )
-        return EXIT_USAGE
     return on_device(cases, options, console)
+
+
+def _refuse(text: str, code: int = EXIT_USAGE) -> int:
+    print(f"python -m experiments.device_check: {text}", file=sys.stderr)
+    return code
 
 
 def _chosen(cases: Mapping[str, DeviceCase], texts: Sequence[str] | None) -> dict[str, DeviceCase]:
@@ -107,8 +101,7 @@ def dry(cases: Mapping[str, DeviceCase], target: str, options: argparse.Namespac
     try:
         entries = compile_cases(cases, target, options.budget or 1800.0)
     except (ImportError, TimeoutError, aot.CompileError) as error:
-        print(f"python -m experiments.device_check: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ImportError) else EXIT_WRONG
+        return _refuse(str(error), EXIT_USAGE if isinstance(error, ImportError) else EXIT_WRONG)
     path = options.output / f"compiled-{target}.json"
     write_json_atomic(path, {**_head(), "target": target, "entries": entries})
     print_table(console, report.dry_table(entries, target))

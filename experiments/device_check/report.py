@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.benchmarks.report import bytes_text
+from pallas_kernels.aot.report import bytes_text
 
 
 def ceilings_text(ceilings: Mapping[str, Any]) -> str:
     """What the GPU reaches at best, in one line."""
-    copy, product = ceilings["copy_bytes_per_s"], ceilings["product_flops_per_s"]
-    return f"ceilings: copy {copy / 1e12:.2f} TB/s, bfloat16 product {product / 1e12:.0f} TFLOP/s ({ceilings['product_by']})"
+    copy, product = ceilings["copy_bytes_per_s"] / 1e12, ceilings["product_flops_per_s"] / 1e12
+    return f"ceilings: copy {copy:.2f} TB/s, bfloat16 product {product:.0f} TFLOP/s ({ceilings['product_by']})"
 
 
 def fraction(entry: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> float | None:
@@ -66,7 +66,7 @@ def remark(entry: Mapping[str, Any]) -> str:
         return f"failed: {entry['error'].strip().splitlines()[-1][:200]}"
     if not entry.get("repeats", True):
         return "wrong: other bits on another run"
-    return "" if entry["status"] == "right" else entry["status"]
+    return "" if entry["status"] in ("right", "compiled") else entry["status"]
 
 
 def _ms(summary: Mapping[str, Any] | None) -> str:
@@ -92,9 +92,7 @@ def dry_table(entries: Mapping[str, Mapping[str, Any]], target: str) -> Table:
             _largest(mosaic, lambda m: m["spill_store_bytes"] + m["spill_load_bytes"], bytes_text),
             _largest(mosaic, lambda m: m["smem_bytes"], bytes_text),
             str(sum(n for m in mosaic for key, n in m["tensor_core"].items() if key.startswith("wgmma"))),
-            {"compiled": "", "spills": "spills"}.get(entry["status"]) or remark({"repeats": True, **entry})
-            if entry["status"] != "compiled"
-            else ("" if mosaic else "no kernel of ours"),
+            remark(entry) or ("" if mosaic else "no kernel of ours"),
         )
     return table
 

@@ -46,8 +46,8 @@ def run(
     """Checks all cases first, then times those that are right.
 
     `keep(name, value)` is told of the ceilings and of each entry as it stands, for a file. The status of an entry is
-    ``"right"``, ``"wrong"``, ``"failed"`` (with an ``error``) or ``"not checked"``; with ``times``, by program, where it
-    was timed.
+    ``"right"``, ``"wrong"``, ``"failed"`` (with an ``error``) or ``"not checked"``; with ``times``, by program, where
+    it was timed.
     """
     started = time.monotonic()
     entries: dict[str, dict[str, Any]] = {name: {"status": "not checked"} for name in cases}

@@ -84,5 +84,5 @@ def medians_s(
 
 
 def _summary(times: Sequence[float]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(times, n=4)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_s": median, "low_s": low, "high_s": high, "samples": len(times)}

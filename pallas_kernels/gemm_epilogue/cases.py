@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.gemm_epilogue.config import BackwardConfig, ForwardConfig
-from pallas_kernels.gemm_epilogue.device import forward_case
+from pallas_kernels.gemm_epilogue.device import backward_case, forward_case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,4 +172,8 @@ DEVICE = (
     forward_case(8192, 4096, 2048, "silu", dtype="float16", with_z=True),
     forward_case(8192, 4096, 1024, "none", trans_b=True),
     forward_case(4080, 2064, 528, "gelu_tanh", with_z=True),
+    backward_case(8192, 4096),
+    backward_case(8192, 4096, "gelu_tanh"),
+    backward_case(8192, 4096, "gelu_exact"),
+    backward_case(4080, 2064, "silu", "float16"),
 )

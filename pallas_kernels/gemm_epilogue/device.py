@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +10,22 @@ import jax.numpy as jnp
 
 from pallas_kernels.device_case import CUBLASLT, DeviceCase, nbytes, tolerance
 from pallas_kernels.gemm_epilogue import reference
-from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
+from pallas_kernels.gemm_epilogue.backward import backward
 from pallas_kernels.gemm_epilogue.forward import forward
+
+#: The activations as people write them.
+_WRITTEN: dict[str, Any] = {
+    "none": lambda z: z,
+    "relu": jax.nn.relu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "elu": jax.nn.elu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "softplus": jax.nn.softplus,
+}
 
 
 def forward_case(
@@ -36,7 +51,7 @@ def forward_case(
 
     def unfused(x: Any, w: Any, b: Any) -> tuple[Any, ...]:
         z = jnp.matmul(x, w.T if trans_b else w) + b
-        y = ACTIVATIONS[activation].value(z.astype(jnp.float32), 0.0).astype(dtype)
+        y = _WRITTEN[activation](z)
         return (y, z) if with_z else (y,)
 
     def exact(x: Any, w: Any, b: Any) -> tuple[Any, ...]:
@@ -56,4 +71,35 @@ def forward_case(
         flops=2 * m * n * k,
         bytes=nbytes(avals, results),
         libraries={"cuBLASLt": CUBLASLT},
+    )
+
+
+def backward_case(m: int, n: int, activation: str = "relu", dtype: str = "bfloat16") -> DeviceCase:
+    """``dZ = dY act'`` and the gradient of the bias, from Y where that says it all (relu), else from Z."""
+
+    def arrays(key: jax.Array) -> tuple[Any, ...]:
+        kz, kd = jax.random.split(key)
+        z, dy = (jax.random.normal(k, (m, n)).astype(dtype) for k in (kz, kd))
+        return (jax.nn.relu(z) if activation == "relu" else z), dy
+
+    def kernel(residual: Any, dy: Any) -> tuple[Any, ...]:
+        return backward(residual, dy, activation=activation)
+
+    def unfused(residual: Any, dy: Any) -> tuple[Any, ...]:
+        (dz,) = jax.vjp(_WRITTEN[activation], residual)[1](dy)
+        return dz, jnp.sum(dz, 0)
+
+    def exact(residual: Any, dy: Any) -> tuple[Any, ...]:
+        return reference.backward(residual, dy, activation=activation, dtype=jnp.float64)
+
+    avals = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    return DeviceCase(
+        name=f"{activation} {dtype} {m}x{n} gradient",
+        arrays=arrays,
+        kernel=kernel,
+        unfused=unfused,
+        reference=exact,
+        tolerances=(tolerance(dtype), tolerance(dtype, m)),
+        flops=0,
+        bytes=nbytes(avals, jax.eval_shape(unfused, *avals)),
     )

@@ -118,7 +118,8 @@ def fused():
         "fused": (layer, (TILE, TILE, b)),
         "fused gradients": (gradients(layer), (TILE, TILE, b, TILE)),
         "unfused": (gemm_relu, (TILE, TILE, b)),
-        "fused model": (jax.grad(lambda v, x: jnp.sum(apply(v, x).astype(jnp.float32))), (variables, x)),
+        "fused model": (apply, (variables, x)),
+        "fused model, gradients": (jax.grad(lambda v, x: jnp.sum(apply(v, x).astype(jnp.float32))), (variables, x)),
     }
 
 
@@ -246,7 +247,11 @@ def test_a_fused_function_runs_the_kernels_of_its_target(h200):
 
 
 def test_a_fused_flax_model(h200):
-    assert h200["fused model"].count >= 4  # two products forward, and their gradients
+    """Both layers forward, and the gradient of the activation between them, are kernels of ours."""
+    forward, backward = h200["fused model"], h200["fused model, gradients"]
+    assert forward.counts["mosaic"] == 2 and forward.spill_bytes == 0
+    assert all(m.wgmma for m in forward.mosaic)
+    assert {m.name for m in backward.mosaic} - {m.name for m in forward.mosaic}
 
 
 # -- what can go wrong ---------------------------------------------------------------------------------
