@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -81,6 +82,14 @@ def array_type(argument: str, text: str) -> jax.ShapeDtypeStruct:
     if dtype.itemsize == (16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8) and not _compat.x64_enabled():
         raise Unusable(argument, "types of up to 32 bits", repr(text), "JAX_ENABLE_X64=1 turns 64 bits on")
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def positive(text: str) -> float:
+    """A number above 0, as an argument's `type` of argparse."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
+    return value
 
 
 def check_file(argument: str, path: Path | None) -> None:

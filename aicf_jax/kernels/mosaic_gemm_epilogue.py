@@ -62,27 +62,27 @@ def _call(op: FusedOp, inputs: Any, residual: Any) -> tuple[Any, ...]:
 
 _STEPS = frozenset({"gemm", "bias_add", "convert_element_type", *ACTIVATIONS})
 
+_CAPABILITIES: dict[str, Any] = {
+    "activation": ACTIVATIONS,
+    "has_bias": ANY,
+    "bias_along": ANY,
+    "batched": ANY,
+    "trans_a": ANY,
+    "trans_b": ANY,
+    "operand_dtypes": tuple((t, t) for t in NARROW),
+    "output_dtype": STORED,
+    "product_dtype": STORED,
+    # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
+    "precision": ANY,
+    "steps": Where("a product, casts, bias and activation", lambda names: _STEPS.issuperset(names)),
+    "matrices": Where("matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits),
+}
+
 KERNEL = Kernel(
     "mosaic_gemm_epilogue",
     "gemm_epilogue",
     ("cuda",),
-    {
-        "activation": ACTIVATIONS,
-        "has_bias": ANY,
-        "bias_along": ANY,
-        "batched": ANY,
-        "trans_a": ANY,
-        "trans_b": ANY,
-        "operand_dtypes": tuple((t, t) for t in NARROW),
-        "output_dtype": STORED,
-        "product_dtype": STORED,
-        # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
-        "precision": ANY,
-        "steps": Where("a product, casts, bias and activation", lambda names: _STEPS.issuperset(names)),
-        "matrices": Where(
-            "matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits
-        ),
-    },
+    _CAPABILITIES,
     _run,
     save=_save,
     targets=TARGETS,

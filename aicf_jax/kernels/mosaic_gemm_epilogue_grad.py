@@ -15,7 +15,7 @@ from aicf_jax.ops.epilogue import ACTIVATIONS
 
 
 def _fits(item: Any) -> bool:
-    """DZ and its sum, both wanted, with whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
+    """Whether dZ and its sum are both wanted, with whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
     if not isinstance(item, Rows) or multiple(item.n) < 16 or multiple(item.m) < 8:
         return False
     first, *casts, last = item.steps
@@ -43,17 +43,19 @@ def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     return db.reshape(sums.shape), dz.reshape(out.shape)
 
 
+_CAPABILITIES: dict[str, Any] = {
+    "activation": ACTIVATIONS,
+    "from_output": ANY,
+    "summed_axes": ANY,
+    "dtype": NARROW,
+    "rows": Where("dZ and its sum over rows, their number a multiple of 8 and that of columns of 16", _fits),
+}
+
 KERNEL = Kernel(
     "mosaic_gemm_epilogue_grad",
     "gemm_epilogue_grad",
     ("cuda",),
-    {
-        "activation": ACTIVATIONS,
-        "from_output": ANY,
-        "summed_axes": ANY,
-        "dtype": NARROW,
-        "rows": Where("dZ and its sum over rows, their number a multiple of 8 and that of columns of 16", _fits),
-    },
+    _CAPABILITIES,
     _run,
     targets=TARGETS,
     opaque=True,

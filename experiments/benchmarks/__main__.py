@@ -20,6 +20,7 @@ from experiments.benchmarks.discovery import discover
 from experiments.benchmarks.fusers import FUSERS, identity
 from experiments.benchmarks.measure import Sampling
 from experiments.benchmarks.study import Context, Outcome, Study
+from pallas_kernels.command_line import positive
 
 OUTPUT = Path("results/benchmarks")
 BUDGET_S = 220.0
@@ -49,20 +50,13 @@ def parser(found: dict[str, Study]) -> argparse.ArgumentParser:
     result.add_argument("--modes", nargs="+", metavar="MODE", help="only these modes, such as forward")
     result.add_argument("--lengths", nargs="+", type=int, metavar="N", help=lengths_help)
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for JSON and PNG: %(default)s")
-    result.add_argument("--budget", type=_positive, metavar="SECONDS", help=budget_help)
+    result.add_argument("--budget", type=positive, metavar="SECONDS", help=budget_help)
     result.add_argument("--quick", action="store_true", help="small sizes and few pairs: does it run, not how fast")
     result.add_argument("--fresh", action="store_true", help="measure again what an earlier run has finished")
     result.add_argument("--fuse", choices=tuple(FUSERS), default="aicf_jax", help=fuse_help)
     result.add_argument("--check", action="store_true", help="exit with 1 and name it when a bar is missed")
     result.add_argument("--list", action="store_true", help="name what would be measured, and stop")
     return result
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
-    return value
 
 
 def configuration(options: argparse.Namespace, sampling: Sampling, scale: float, seed: int) -> dict[str, Any]:

@@ -10,16 +10,7 @@ from rich.table import Table
 
 from experiments._io import write_atomic
 from experiments.benchmarks.bars import RATIO_BAR, REWRITE_BAR
-
-
-def bytes_text(count: int) -> str:
-    """`count` bytes in the largest decimal unit that keeps it at 1 or above."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+from pallas_kernels.aot.report import bytes_text
 
 
 def remark(entry: dict[str, Any]) -> str:

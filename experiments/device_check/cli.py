@@ -23,6 +23,7 @@ from experiments.device_check.cases import every_case
 from experiments.device_check.dry_run import compile_cases
 from experiments.device_check.run import run
 from pallas_kernels import aot
+from pallas_kernels.command_line import positive
 from pallas_kernels.device_case import DeviceCase
 
 OUTPUT = Path("results/device_check")
@@ -47,18 +48,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--cases", nargs="+", metavar="TEXT", help="only cases with one of these texts in their name")
     result.add_argument(
-        "--budget", type=_positive, metavar="SECONDS", help=f"for all of it (default: {BUDGET_S:.0f}; dry run: 1800)"
+        "--budget", type=positive, metavar="SECONDS", help=f"for all of it (default: {BUDGET_S:.0f}; dry run: 1800)"
     )
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON: %(default)s")
     result.add_argument("--list", action="store_true", help="name the cases, and stop")
     return result
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
-    return value
 
 
 def target_of_device() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.benchmarks.report import bytes_text
+from pallas_kernels.aot.report import bytes_text
 
 
 def ceilings_text(ceilings: Mapping[str, Any]) -> str:

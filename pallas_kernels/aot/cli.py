@@ -16,7 +16,7 @@ from gpu_probe.files import write_atomic
 from pallas_kernels.aot.compile import check_packages, compile_all
 from pallas_kernels.aot.report import Comparison, CompileReport
 from pallas_kernels.aot.target import names
-from pallas_kernels.command_line import Unusable, array_type, check_file, initial, named
+from pallas_kernels.command_line import Unusable, array_type, check_file, initial, named, positive
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -70,13 +70,6 @@ def _function(argument: str, text: str) -> Any:
     return found
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.aot",
@@ -106,6 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(
-        "--timeout", type=_positive, default=300.0, metavar="SECONDS", help="for compiling (default: %(default)g)"
+        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="for compiling (default: %(default)g)"
     )
     return parser

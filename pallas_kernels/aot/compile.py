@@ -227,10 +227,11 @@ def _lowered(program: Any, arguments: Sequence[Any]) -> jax.export.Exported:
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
         return jax.export.export(program, platforms=["cuda"], disabled_checks=allowed)(*arguments)
 
+    traced = program.trace(*arguments)  # what is wrong with the function shows here
     try:
         return export(_CUSTOM_CALLS)
     except ValueError:
-        text = program.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
         calls = set(re.findall(r"stablehlo\.custom_call @([\w.$]+)", text)) - set(_CUSTOM_CALLS)
         if not calls:
             raise

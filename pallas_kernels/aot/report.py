@@ -23,7 +23,7 @@ class CompileReport:
       kernels: the places that launch a kernel, in the order of XLA's schedule. What stands in a loop is there once.
       mosaic: what each distinct Mosaic GPU kernel needs, in the order in which they were compiled.
       temporaries_bytes: memory that the program needs beside its arguments and results.
-      arguments_bytes, results_bytes: the memory of those.
+      arguments_bytes, results_bytes: the memory of those; several results have a table of their addresses.
       jax: the release that compiled.
     """
 
@@ -120,7 +120,7 @@ class Comparison:
         rows += [(f"  {kind}", *(str(r.counts.get(kind, 0)) for r in reports)) for kind in kinds]
         rows.append(("temporaries", *(bytes_text(r.temporaries_bytes) for r in reports)))
         rows.append(("moved between kernels", *(bytes_text(r.bytes_moved) for r in reports)))
-        rows.append(("spilled", *(bytes_text(r.spill_bytes) for r in reports)))
+        rows.append(("spilled by Mosaic kernels", *(bytes_text(r.spill_bytes) for r in reports)))
         targets = dict.fromkeys(r.target for r in reports)
         return "\n".join(_table((f"for {', '.join(targets)}", *(r.name for r in reports)), rows, left=(0,)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -107,9 +108,9 @@ def default_forward(
     return ForwardConfig(tile_m, tile_n, 64, 2, split, sm_count=sm_count)
 
 
-def itemsize_of(dtype: object) -> int:
+def itemsize_of(dtype: Any) -> int:
     """Bytes of one element."""
-    return jnp.dtype(dtype).itemsize  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,11 +184,10 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
     m_tiles, n_tiles = _cdiv(p.m, c.tile_m), _cdiv(p.n, c.tile_n)
     nothing = lambda *_, **__: None  # noqa: E731 - the body does not matter for what is allocated
     first = (a_gmem, b_gmem) if p.batch is None else (a_gmem.at[0], b_gmem.at[0])
+    shape = (2, 2, _STORED_ROWS, c.store_n)
     allocations: dict[str, Any] = {
         "pipeline": _pipeline(p, nothing, nothing).get_allocations(*first),
-        "stored": [
-            gpu.SMEM((2, 2, _STORED_ROWS, c.store_n), d, transforms=_stored_transforms(p, d)) for _, d in p.outputs
-        ],
+        "stored": [gpu.SMEM(shape, d, transforms=_stored_transforms(p, d)) for _, d in p.outputs],
     }
     if p.bias is not None:
         along, dtype = p.bias

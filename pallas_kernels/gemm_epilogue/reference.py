@@ -33,8 +33,17 @@ def forward(
 
 
 def backward(
-    residual: jax.Array, dy: jax.Array, *, activation: str, alpha: float = 0.0, dtype: Any = jnp.float32
+    residual: jax.Array,
+    dy: jax.Array,
+    *,
+    activation: str,
+    alpha: float = 0.0,
+    from_output: bool | None = None,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(dZ, db)`` in `dtype`: ``dZ = dY * act'`` from Y or Z, and its sum over the rows."""
-    dz = ACTIVATIONS[activation].grad(residual.astype(dtype), dy.astype(dtype), alpha)
+    """``(dZ, db)`` in `dtype`: ``dZ = dY * act'`` and its sum over the rows. Arguments as for `backward.backward`."""
+    known, r = ACTIVATIONS[activation], residual.astype(dtype)
+    if known.from_output and from_output is False:
+        r = known.value(r, alpha)
+    dz = known.grad(r, dy.astype(dtype), alpha)
     return dz, jnp.sum(dz, 0)

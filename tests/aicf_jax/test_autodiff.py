@@ -12,6 +12,7 @@ from aicf_jax.cache import build_plan
 from aicf_jax.derived import backward_program
 from aicf_jax.explain import backward_text
 from aicf_jax.fuse import make_context
+from aicf_jax.kernels import ANY
 from tests.support import EVERY_GEMM_EPILOGUE
 
 ACTIVATIONS = {
@@ -120,7 +121,7 @@ MINE_GRAD = Kernel(
         "from_output": {False},
         "summed_axes": {(0,)},
         "dtype": {"float32", "float64"},
-        "rows": aicf_jax.kernels.ANY,
+        "rows": ANY,
     },
     _run_grad,
 )

@@ -1,0 +1,231 @@
+"""The Mosaic GPU kernels as candidates for GEMM epilogues: what they take, and that arrays find their places.
+
+The kernels themselves are tested in `tests/pallas_kernels`; here their equations in plain jax stand in for them on a
+CPU, but for one test in the simulator.
+"""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import aicf_jax
+from aicf_jax.kernels import mosaic_gemm_epilogue, mosaic_gemm_epilogue_grad
+from pallas_kernels import _compat, _mosaic, gemm_epilogue
+from pallas_kernels.gemm_epilogue import ForwardConfig, reference
+
+FORWARD, GRADIENT = mosaic_gemm_epilogue.KERNEL, mosaic_gemm_epilogue_grad.KERNEL
+H200 = aicf_jax.Policy(target="h200", on_failure="raise")
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_exact": lambda z: jax.nn.gelu(z, approximate=False),
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "sigmoid from Z": lambda z: 1 / (1 + jnp.exp(-z)),
+    "elu": jax.nn.elu,
+    "leaky_relu": lambda z: jax.nn.leaky_relu(z, 0.2),
+    "softplus": jax.nn.softplus,
+}
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def plain_forward(a, b, bias, *, out_dtype, z_dtype, **options):
+    y, z = reference.forward(a, b, bias, **options)
+    return (y.astype(out_dtype), *(() if z_dtype is None else (z.astype(z_dtype),)))
+
+
+def plain_backward(residual, dy, *, dz_dtype, db_dtype, **options):
+    dz, db = reference.backward(residual, dy, **options)
+    return dz.astype(dz_dtype), db.astype(db_dtype)
+
+
+def on_a_cpu(kernel, forward=plain_forward, backward=plain_backward):
+    """The kernel with these functions in place of Mosaic's."""
+
+    def patched(f):
+        def run(op, *inputs):
+            with (
+                mock.patch.object(gemm_epilogue, "forward", forward),
+                mock.patch.object(gemm_epilogue, "backward", backward),
+            ):
+                return f(op, *inputs)
+
+        return f and run
+
+    return dataclasses.replace(
+        kernel, platforms=("cpu",), targets=None, run=patched(kernel.run), save=patched(kernel.save)
+    )
+
+
+KERNELS = on_a_cpu(FORWARD), on_a_cpu(GRADIENT)
+
+
+def fused(f):
+    return aicf_jax.fuse(f, kernels=KERNELS, policy=aicf_jax.Policy(on_failure="raise"))
+
+
+def kernel_of(f, *args, policy=H200):
+    report = aicf_jax.explain(f, *args, policy=policy)
+    return [fusion.kernel for fusion in report.fusions]
+
+
+def refusal_of(f, *args):
+    report = aicf_jax.explain(f, *args, policy=H200)
+    assert [fusion.kernel for fusion in report.fusions] == ["xla"]
+    return next(r for r in report.refusals if r.stage == "select")
+
+
+def dense(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+# -- selection -------------------------------------------------------------------------------------------
+
+X, W, B = struct(128, 64), struct(64, 96), struct(96)
+# Smooth functions: which way a relu goes may hang on the rounding of the product.
+TAKEN = {
+    "plain": (dense, X, W, B),
+    "float16": (dense, *(struct(*a.shape, dtype="float16") for a in (X, W, B))),
+    "three dimensions": (dense, struct(4, 32, 64), W, B),
+    "no bias": (lambda x, w: jnp.tanh(x @ w), X, W),
+    "no activation": (lambda x, w, b: x @ w + b, X, W, B),
+    "transposed weights": (lambda x, w, b: jax.nn.silu(x @ w.T + b), X, struct(96, 64), B),
+    "float32 between": (
+        lambda x, w, b: jax.nn.silu(jnp.dot(x, w, preferred_element_type=jnp.float32) + b).astype(x.dtype),
+        X, W, struct(96, dtype="float32"),
+    ),
+    "rounded product": (
+        lambda x, w, b: jax.nn.silu(jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype) + b), X, W, B,
+    ),
+    "batch": (lambda x, w: jax.nn.silu(jnp.einsum("bmk,bkn->bmn", x, w)), struct(4, 32, 64), struct(4, 64, 96)),
+    "several features": (
+        lambda x, w, b: jax.nn.silu(jnp.einsum("mk,khd->mhd", x, w) + b), X, struct(64, 6, 16), struct(6, 16),
+    ),
+    "left operand stored by columns": (
+        lambda x, w, b: jax.nn.silu(jax.lax.dot_general(x, w, (((0,), (0,)), ((), ()))) + b), struct(64, 128), W, B,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_h200_gets_the_kernel(name):
+    assert kernel_of(*TAKEN[name]) == ["mosaic_gemm_epilogue"]
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_layers_of_flax(param_dtype):
+    module = linen.Sequential([linen.Dense(96, dtype=jnp.bfloat16, param_dtype=param_dtype), linen.gelu])
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    report = aicf_jax.explain(module, variables, X, policy=H200)
+    assert [f.kernel for f in report.fusions] == ["mosaic_gemm_epilogue"]
+    layer = nnx.Linear(64, 96, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    assert kernel_of(lambda x: nnx.relu(layer(x)), X) == ["mosaic_gemm_epilogue"]
+
+
+@pytest.mark.parametrize("target", [None, "cpu", "a100", "b200", "cuda"])
+def test_other_machines_do_not_get_or_mention_it(target):
+    report = aicf_jax.explain(dense, X, W, B, policy=aicf_jax.Policy(target=target))
+    assert [f.kernel for f in report.fusions] == ["xla"]
+    assert not [r for r in report.refusals if "mosaic" in r.detail]
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        pytest.param((struct(60, 64), W, B), "m=60", id="rows"),
+        pytest.param((struct(128, 56), struct(56, 96), B), "k=56", id="depth"),
+        pytest.param((X, struct(64, 40), struct(40)), "n=40", id="columns"),
+        pytest.param(tuple(struct(*a.shape, dtype="float32") for a in (X, W, B)), "float32", id="type"),
+        pytest.param((struct(0, 64), W, B), "matrices=None", id="nothing"),
+    ],
+)
+def test_what_it_does_not_take(args, found):
+    refusal = refusal_of(dense, *args)
+    assert refusal.code == "capability" and found in refusal.found
+
+
+def test_a_bias_of_another_shape_is_not_taken():
+    f = lambda x, w, b: jax.nn.relu(jnp.einsum("mk,khd->mhd", x, w) + b)  # noqa: E731
+    assert "bias='other'" in refusal_of(f, X, struct(64, 6, 16), struct(16)).found
+
+
+def test_a_policy_of_bitwise_results_gets_none():
+    policy = aicf_jax.Policy(target="h200", numerics="bitwise")
+    assert kernel_of(dense, X, W, B, policy=policy) == []
+
+
+# -- values and gradients --------------------------------------------------------------------------------
+
+
+def assert_near(got, want, roundings):
+    """Within so many roundings to 16 bits of the largest number in sight: the unfused program rounds each step."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype
+        g, w = (np.asarray(x).astype(np.float64) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=0, atol=roundings * 2.0**-9 * max(1, np.abs(w).max()))
+
+
+def value_and_gradients(f):
+    def both(*args):
+        y, pull = jax.vjp(f, *args)
+        return y, pull(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+    return jax.jit(both)
+
+
+def quick(names, *chosen):
+    """All names, those that are not chosen only where slow tests run."""
+    return [n if n in chosen else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", quick(ACTIVATIONS, "gelu_exact", "sigmoid from Z"))
+def test_forward_and_backward(name):
+    f = lambda x, w, b: ACTIVATIONS[name](x @ w + b)  # noqa: E731
+    args = normal(0, 2, 16, 32), normal(1, 32, 16) * 0.2, normal(2, 16)
+    # Every step of the unfused program rounds, the longest activation has some ten of them.
+    assert_near(value_and_gradients(fused(f))(*args), value_and_gradients(f)(*args), 16)
+
+
+@pytest.mark.parametrize("name", quick(TAKEN, "batch", "several features", "float32 between"))
+def test_arrays_find_their_places(name):
+    f, *types = TAKEN[name]
+    args = [normal(i, *t.shape, dtype=t.dtype) * (0.2 if i == 1 else 1) for i, t in enumerate(types)]
+    assert_near(value_and_gradients(fused(f))(*args), value_and_gradients(f)(*args), 16)
+
+
+def test_the_gradient_is_taken_and_z_is_kept_by_the_forward():
+    gradient = jax.grad(lambda *args: fused(dense)(*args).sum(), (0, 1, 2))
+    text = str(jax.make_jaxpr(gradient)(*(normal(0, *t.shape) for t in (X, W, B))))
+    assert "gemm_epilogue_grad" in text and "residual=True" in text
+
+
+@pytest.mark.slow
+def test_in_the_simulator():
+    """As operations call it; inside of `fuse` the simulator, which calls back to Python, cannot run."""
+    config = ForwardConfig(64, 128, 64, 2, "n", sm_count=1)
+
+    def simulated(*args, **options):
+        return FORWARD_FUNCTION(*args, **options, config=config, interpret=_mosaic.interpret())
+
+    args = normal(0, 64, 64), normal(1, 64, 128) * 0.2, normal(2, 128)
+    op = next(e for e in jax.make_jaxpr(fused(dense))(*args).eqns if e.primitive.name == "fused").params["op"]
+    results, saved = on_a_cpu(FORWARD, simulated).save(op, *args)
+    assert_near(results, (dense(*args),), 16)
+    assert_near(saved, (args[0] @ args[1] + args[2],), 4)
+    assert not _compat.races_found()
+
+
+FORWARD_FUNCTION = gemm_epilogue.forward
