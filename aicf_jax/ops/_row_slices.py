@@ -132,7 +132,7 @@ def _of_reshape(eqn: Any, window: Window) -> list[Window] | None:
     """Dimensions of one come and go; no other dimension that is cut may."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     places = unit_reshape(before, after)
-    if places is None or eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+    if places is None or (eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape"):
         return None
     if any(w is not None and d not in places for d, w in enumerate(window)):
         return None
