@@ -166,4 +166,4 @@ def _nodes(
     }
 
 
-RULE = Rule("softmax_weights", 6, _apply)
+RULE = Rule("softmax_weights", 6, _apply, after=("gemm", "cross_entropy", "softmax"))

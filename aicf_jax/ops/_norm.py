@@ -45,19 +45,21 @@ def _attributes(match: Match) -> Mapping[str, object]:
         "clamped": int(norm.attr("clamped")),
         "statistics": norm.attr("statistics"),
         "has_scale": int(scale is not None),
-        "scale_axes": _bits(scale or ()),
+        "scale_axes": bits(scale or ()),
         "has_bias": int(bias is not None),
-        "bias_axes": _bits(bias or ()),
+        "bias_axes": bits(bias or ()),
         "has_residual": int(match.first(OpFlags.IS_RESIDUAL) is not None),
     }
 
 
-def _bits(dimensions: Sequence[int]) -> int:
-    return sum(1 << (-1 - d) for d in dimensions)
+def bits(places: Sequence[int]) -> int:
+    """Dimensions, counted from the end, as bits."""
+    return sum(1 << (-1 - d) for d in places)
 
 
-def _dimensions(bits: int, ndim: int) -> tuple[int, ...]:
-    return tuple(d for d in range(ndim) if bits >> (ndim - 1 - d) & 1)
+def dimensions(packed: int, ndim: int) -> tuple[int, ...]:
+    """The dimensions that bits stand for, counted from the front."""
+    return tuple(d for d in range(ndim) if packed >> (ndim - 1 - d) & 1)
 
 
 def _check(match: Match) -> Refusal | None:
@@ -79,7 +81,7 @@ def requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "statistics": attrs["statistics"],
         "has_residual": bool(attrs["has_residual"]),
         **{
-            f"{name}_axes": tuple(d - ndim for d in _dimensions(op.blob[f"{name}_axes"], ndim))
+            f"{name}_axes": tuple(d - ndim for d in dimensions(op.blob[f"{name}_axes"], ndim))
             if attrs[f"has_{name}"]
             else None
             for name in ("scale", "bias")
@@ -209,7 +211,7 @@ def _summed_again(op: FusedOp, inputs: Sequence[Any]) -> Any:
 
 def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
     """A sum over the dimensions along which scale or bias are constant, shaped like it."""
-    kept = _dimensions(op.blob[f"{name}_axes"], term.ndim)
+    kept = dimensions(op.blob[f"{name}_axes"], term.ndim)
     total = jnp.sum(term, axis=tuple(d for d in range(term.ndim) if d not in kept))
     return total.reshape(aval.shape).astype(aval.dtype)
 
@@ -217,7 +219,7 @@ def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
 def _beside(op: FusedOp, scale: Any) -> Any:
     """The scale beside what is normalized."""
     shape = op.out_avals[0].shape
-    kept = _dimensions(op.blob["scale_axes"], len(shape))
+    kept = dimensions(op.blob["scale_axes"], len(shape))
     return scale.reshape([n if d in kept else 1 for d, n in enumerate(shape)])
 
 

@@ -57,7 +57,7 @@ class _Rows:
     def read(self, atom: Any, window: Window) -> Any:
         """Part of a value."""
         if isinstance(atom, _compat.Literal):
-            return jax.numpy.asarray(atom.val, atom.aval.dtype)
+            return jax.numpy.asarray(atom.val, atom.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         if (atom, window) not in self.known:
             self.known[atom, window] = self._read(atom, window)
         return self.known[atom, window]
