@@ -57,6 +57,7 @@ class OpFlags(enum.IntFlag):
     IS_NEAR_GATE = 1 << 33
     IS_AFFINE = 1 << 34
     IS_NEAR_AFFINE = 1 << 35
+    IS_BATCH_NORM = 1 << 36
     # -- derived: the graph around it -----------------------------------------------------------------
     SAFE_NODE = 1 << 40
     ESCAPES = 1 << 41

@@ -88,14 +88,17 @@ def rewrite(graph: Graph, rewrites: Sequence[tuple[Match, Region, FusedOp]]) -> 
 
 
 def _outputs(match: Match) -> tuple[int, ...]:
-    """The chain's result first, then inner values that are used outside (only shared tests let them through)."""
+    """The chain's result first, then inner values that are used outside (only shared tests let them through).
+
+    Further results of the last node, as the statistics of a batch norm, are inner values too.
+    """
     graph, last = match.graph, match.nodes[-1].outputs[0]
     inside = {*match.positions, *match.absorbed}
     extra = [
         v
-        for n in match.nodes[:-1]
+        for n in match.nodes
         for v in n.outputs
-        if v in graph.escaping or any(u not in inside for u in graph.users(v))
+        if v != last and (v in graph.escaping or any(u not in inside for u in graph.users(v)))
     ]
     return (last, *extra)
 
@@ -116,7 +119,7 @@ def _role(graph: Graph, node: Node) -> str:
         return "softmax"
     if node.flags & OpFlags.IS_NORMALIZE:
         return "normalize"
-    if node.flags & OpFlags.IS_NORMALIZATION:
+    if node.flags & (OpFlags.IS_NORMALIZATION | OpFlags.IS_BATCH_NORM):
         return "norm"
     if node.flags & OpFlags.IS_CROSS_ENTROPY:
         return "loss"

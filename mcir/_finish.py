@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from mcir._axes import Dim, resolve
+from mcir._axes import Dim, resolve, size_of
 from mcir._node import REDUCTIONS, Instance, Node
 from mcir._simplify import in_one_form, negated, simplified
 from mcir.errors import DeriveError
@@ -28,11 +29,16 @@ class Finisher:
     def finish(self, outputs: Sequence[Instance], avals: Sequence[Any]) -> ComputationGraph:
         found = []
         for (node, dims), aval in zip(outputs, avals, strict=True):
+            shape, place = tuple(aval.shape), None
+            if node.op == "pad" and tuple(map(resolve, dims)) == tuple(map(resolve, node.over)):
+                place = dict(node.params)["place"]
+                (node,), dims = node.args, node.layout
+                shape = tuple(map(size_of, dims))
             position = self.value(node)
             axes = self.axes_of(dims)
             if len(set(axes)) < len(axes):
                 raise DeriveError("axis_twice", "each axis once in a result", f"axes {axes}")
-            found.append((position, View(tuple(aval.shape), tuple(self.axes_of([d]) for d in dims))))
+            found.append((position, View(shape, tuple(self.axes_of([d]) for d in dims), place)))
         return one_view(ComputationGraph(self.axes, tuple(self.values), self.views, tuple(found)))
 
     def axes_of(self, dims: Sequence[Dim]) -> tuple[str, ...]:
@@ -66,6 +72,8 @@ class Finisher:
     def _add(self, node: Node) -> int:
         args = tuple(self.done[id(a)] for a in node.args)
         params = node.params
+        if node.op == "pad":
+            raise DeriveError("primitive", "zeros around a result only", "a padded value that is used")
         axes = set(self.axes_of(node.varies))
         if node.op in ("input", "bits"):
             layout = tuple(self.axes_of([d]) for d in node.layout)
@@ -76,7 +84,8 @@ class Finisher:
             if node.op == "bits":
                 params = (("axes", tuple(flat)), ("shape", tuple(self.axes[a] for a in flat)))
             else:
-                params = (*params, ("layout", View(sizes, layout)))
+                place = dict(params).get("place")
+                params = (("argument", dict(params)["argument"]), ("layout", View(sizes, layout, place)))
         elif node.op == "iota":
             params = (("axis", self.axes_of(node.layout)[0]),)
         if node.op == "dot" or node.op in REDUCTIONS:
@@ -169,7 +178,7 @@ def _renamed(graph: ComputationGraph, keep: str, drop: str) -> ComputationGraph:
         return keep if name == drop else name
 
     def view(v: View) -> View:
-        return View(v.shape, tuple(tuple(map(one, d)) for d in v.dims))
+        return dataclasses.replace(v, dims=tuple(tuple(map(one, d)) for d in v.dims))
 
     axes = {a: n for a, n in graph.axes.items() if a != drop}
     finisher = Finisher()

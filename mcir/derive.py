@@ -167,7 +167,7 @@ class _Deriver(Planner):
         return stored
 
     def _renamed(self, view: View) -> View:
-        return View(view.shape, tuple(tuple(self.axis_name[a] for a in dim) for dim in view.dims))
+        return dataclasses.replace(view, dims=tuple(tuple(self.axis_name[a] for a in dim) for dim in view.dims))
 
     # -- passes 3 to 5 ----------------------------------------------------------------------------------------
     def _lower(self, targets: dict[int, str]) -> None:

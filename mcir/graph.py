@@ -26,11 +26,25 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an array lies in a larger one: element i of a dimension at ``start + stride * i`` of the whole's."""
+
+    whole: tuple[int, ...]
+    starts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class View:
-    """How an array of the outside is laid out: the axes of each of its dimensions, major first."""
+    """How an array of the outside is laid out: the axes of each of its dimensions, major first.
+
+    `place`: of an array that is part of the one outside, None for all of it. The rest of an argument is not read, the
+    rest of a result is 0.
+    """
 
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
+    place: Place | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +81,7 @@ def split(graph: ComputationGraph, axis: str, major: int) -> ComputationGraph:
         return tuple(new for a in names for new in (parts if a == axis else (a,)))
 
     def split_view(view: View) -> View:
-        return View(view.shape, tuple(map(split_names, view.dims)))
+        return dataclasses.replace(view, dims=tuple(map(split_names, view.dims)))
 
     axes = {
         new: n

@@ -77,6 +77,10 @@ def _to_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(array)
     flat = [a for dim in view.dims for a in dim]
+    if view.place is not None:
+        starts, strides = view.place.starts, view.place.strides
+        limits = [s + t * (n - 1) + 1 for s, t, n in zip(starts, strides, view.shape, strict=True)]
+        array = jax.lax.slice(array, starts, limits, strides)
     array = array.reshape([program.axis(a).size for a in flat])
     order = sorted(range(len(flat)), key=lambda k: type_.axes.index(flat[k]))
     return array.transpose(order)
@@ -90,7 +94,16 @@ def _from_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
     sizes = [program.axis(a).size for a in flat]
     if have != flat:
         array = jax.lax.broadcast_in_dim(array, sizes, [flat.index(a) for a in have])
-    return array.reshape(view.shape)
+    array = array.reshape(view.shape)
+    if view.place is None:
+        return array
+    config = [
+        (start, whole - (start + stride * (n - 1) + 1), stride - 1)
+        for n, whole, start, stride in zip(
+            view.shape, view.place.whole, view.place.starts, view.place.strides, strict=True
+        )
+    ]
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
 
 
 def _padded(array: Any, type_: Type, program: Program) -> Any:

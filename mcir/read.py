@@ -19,7 +19,7 @@ from mcir._axes import Dim, fresh, regroup, resolve, size_of, unite
 from mcir._finish import Finisher
 from mcir._node import REDUCTIONS, Instance, Node, Use
 from mcir.errors import DeriveError
-from mcir.graph import ComputationGraph
+from mcir.graph import ComputationGraph, Place
 from mcir.operations import PARAMETERS, POINTWISE
 
 #: More values than this are refused: views of views multiplied.
@@ -148,6 +148,10 @@ class _Reader:
             return lambda xs: self._broadcast(eqn, *xs[0])
         if name == "dot_general":
             return lambda xs: self._dot(eqn, *xs)
+        if name == "slice":
+            return lambda xs: self._slice(eqn, *xs[0])
+        if name == "pad":
+            return lambda xs: self._pad(eqn, *xs)
         if name == "iota":
             return lambda xs: self._iota(eqn)
         if streams_bits(eqn):
@@ -199,6 +203,29 @@ class _Reader:
         varies = _without((*a.varies, *b.varies), over)
         out = self.node("dot", (a, b), params, varies, str(eqn.outvars[0].aval.dtype), over=over)
         return out, [*batch, *free]
+
+    def _slice(self, eqn: Any, x: Node, dims: list[Dim]) -> Instance:
+        """Part of an argument: an array of its own."""
+        if x.op != "input" or "place" in dict(x.params) or list(x.layout) != dims:
+            raise DeriveError("slice", "slices of arguments", f"a slice of what {x.op} gives")
+        strides = eqn.params["strides"] or (1,) * len(dims)
+        place = Place(tuple(eqn.invars[0].aval.shape), tuple(eqn.params["start_indices"]), tuple(strides))
+        new = [fresh(n) for n in eqn.outvars[0].aval.shape]
+        params = (*x.params, ("place", place))
+        varies = tuple(d for d in new if d)
+        return self.node("input", (), params, varies, x.dtype, layout=tuple(new)), new
+
+    def _pad(self, eqn: Any, x: Instance, fill: Instance) -> Instance:
+        """A result with zeros around and between its elements."""
+        config = eqn.params["padding_config"]
+        zero = fill[0].op == "constant" and dict(fill[0].params)["value"] == 0
+        if not zero or any(low < 0 or high < 0 for low, high, _ in config):
+            raise DeriveError("pad", "zeros around a result", "another padding")
+        whole = tuple(eqn.outvars[0].aval.shape)
+        place = Place(whole, tuple(low for low, _, _ in config), tuple(inner + 1 for _, _, inner in config))
+        dims = [fresh(n) for n in whole]
+        params = (("place", place),)
+        return self.node("pad", (x[0],), params, x[0].varies, x[0].dtype, tuple(dims), tuple(x[1])), dims
 
     def _iota(self, eqn: Any) -> Instance:
         dims = [fresh(n) for n in eqn.params["shape"]]

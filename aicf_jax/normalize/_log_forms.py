@@ -44,6 +44,7 @@ class Form:
       mask: which elements of x take part, None for all; what is left out is -inf (0 in the `EXP` domain).
       guarded: a row maximum that is not finite was replaced by 0.
       zeroed: what the mask leaves out was set to 0 after the normalization as well.
+      loose: what the mask leaves out is some number yet, and must be left out before anything is reduced.
     """
 
     domain: str
@@ -53,10 +54,11 @@ class Form:
     mask: Hashable = None
     guarded: bool = False
     zeroed: bool = False
+    loose: bool = False
 
     def is_softmax(self, tolerance: float) -> bool:
         """``exp(a x - L_a)``."""
-        return self._is_exp_with({log_sum(self.slope, self.mask): -1.0}, tolerance)
+        return not self.loose and self._is_exp_with({log_sum(self.slope, self.mask): -1.0}, tolerance)
 
     def is_shifted(self, tolerance: float) -> bool:
         """``exp(a (x - max x))``: the unnormalized weights."""
@@ -154,6 +156,7 @@ def combined(left: Form, right: Form, sign: float, tolerance: float) -> Form | N
         left.mask if left.slope else right.mask,
         left.guarded or right.guarded,
         (left.zeroed and bool(left.slope)) or (right.zeroed and bool(right.slope)),
+        (left.loose and bool(left.slope)) or (right.loose and bool(right.slope)),
     )
 
 

@@ -104,7 +104,7 @@ def _negative(region: LogRegion, node: Node) -> Form | None:
 def _reduction(region: LogRegion, node: Node) -> Form | None:
     """The maximum of ``a x + C`` is ``a max + C`` for a > 0, the sum of ``exp(a x + C)`` is ``exp(L_a + C)``."""
     form = region.forms.get(node.inputs[0])
-    if form is None or not form.slope:
+    if form is None or not form.slope or form.loose:
         return None
     axis = form.dims.index(region.axis)
     if tuple(_params(region, node)["axes"]) != (axis,):
@@ -163,7 +163,7 @@ def _test(region: LogRegion, node: Node) -> Guard | None:
 
 
 def _selection(region: LogRegion, node: Node) -> Form | None:
-    """A guarded maximum, or what a mask leaves out set to -inf (before ``exp``) or 0 (after it)."""
+    """A guarded maximum, or what a mask leaves out set to -inf (before ``exp``) or 0 (after it, or for the time)."""
     if len(node.inputs) != 3:
         return None
     pred, *branches = node.inputs
@@ -180,12 +180,16 @@ def _selection(region: LogRegion, node: Node) -> Form | None:
 
 
 def _masked(form: Form, mask: Hashable, fill: float) -> Form | None:
-    if not form.slope or fill != (-math.inf if form.domain == LOG else 0) or form.mask not in (None, mask):
+    if not form.slope or form.mask not in (None, mask):
         return None
+    if fill != (-math.inf if form.domain == LOG else 0):
+        # x with a number where the mask hides it: jax replaces what it leaves out later, so that it is finite.
+        is_x = form.domain == LOG and form.slope == 1 and not form.terms and form.mask is None
+        return dataclasses.replace(form, mask=mask, loose=True) if is_x and math.isfinite(fill) else None
     if form.mask is None and (form.domain == EXP or form.terms):
         return None  # an element that was part of the maximum or the sum is not left out by setting it to 0 later
     normalized = any(isinstance(t, tuple) and t[0] == "log_sum" for t in form.terms)
-    return dataclasses.replace(form, mask=mask, zeroed=form.zeroed or normalized)
+    return dataclasses.replace(form, mask=mask, zeroed=form.zeroed or normalized, loose=False)
 
 
 def _params(region: LogRegion, node: Node) -> Any:

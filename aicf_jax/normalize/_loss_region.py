@@ -50,6 +50,7 @@ class LossRegion:
       members: positions of the nodes between x and the loss.
       picks, sums: values that are one number a row, by VID.
       linear: values ``W(base)`` that vary along the vocabulary -> base.
+      left_out: those of them that are 0 where a mask hides the base.
       rows: values that are computed from numbers of rows.
       inexact: logarithms of exponentials, which underflow where the log-softmax they stand for does not.
       foreign: ``(position, VID)``: nodes that are no part of a loss, and the value of ours that they read.
@@ -65,6 +66,7 @@ class LossRegion:
         self.picks: dict[int, Pick] = {}
         self.sums: dict[int, Sum] = {}
         self.linear: dict[int, int] = {}
+        self.left_out: set[int] = set()
         self.rows: set[int] = set()
         self.inexact: set[int] = set()
         self.foreign: list[tuple[int, int]] = []
@@ -182,6 +184,8 @@ class LossRegion:
             return self._contraction(node, out, vid, base, axis)
         if self._is_linear(node, vid):
             self.linear[out] = base
+            if vid in self.left_out or self._leaves_out(node, vid, form):
+                self.left_out.add(out)
             return True
         return False
 
@@ -209,6 +213,9 @@ class LossRegion:
         if found.base in self.inexact:
             self.deepest = "log_of_softmax"
             return False
+        form = self.log.forms[found.base]
+        if form.mask is not None and (form.loose or found.operand not in self.left_out):
+            return False  # 0 times the -inf of what is hidden
         self.sums[out] = found
         self.rows.add(out)
         return True
@@ -227,6 +234,13 @@ class LossRegion:
             other = node.inputs[2 if node.inputs[1] == vid else 1]
             return constant(graph, other)[0] == 0
         return False
+
+    def _leaves_out(self, node: Node, vid: int, form: Form) -> bool:
+        """Whether a node is ``where(mask, value, 0)`` with the mask of the value's base."""
+        if node.op != "select_n" or form.mask is None:
+            return False
+        pred, first, _ = node.inputs
+        return (self.log.mask(pred), first != vid, form.dims) == form.mask
 
     def _contraction(self, node: Node, out: int, vid: int, base: int, axis: int) -> bool:
         """A product of rows with rows, as ``einsum("bv,bv->b", labels, log_probs)``."""

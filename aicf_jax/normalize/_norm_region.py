@@ -93,15 +93,21 @@ class NormRegion(Region):
         return None if a is None or b is None else (a, b)
 
     def _value(self, vid: int, beside: Form) -> Form | None:
-        if self.graph.values[vid].aval.ndim != len(self.shape) or not is_float(self.graph, vid):
+        ndim = self.graph.values[vid].aval.ndim
+        # Beside a statistic that has fewer dimensions than x, the value has those of the statistic.
+        places: Dims = tuple(range(ndim)) if ndim == len(self.shape) else beside.dims
+        if len(places) != ndim or not is_float(self.graph, vid):
             return None
         addends = [m for m in beside.poly if all(s[0] == "value" for s, _ in m)]
         if not beside.has_root or addends:
             return None
         source, varying, _ = self.source(vid)
+        along = frozenset(d for i in varying if (d := places[i]) is not None)
+        if len(along) < len(varying):
+            return None
         return Form(
-            moments.power(moments.value(source, varying)),
-            tuple(d if d in varying else None for d in range(len(self.shape))),
+            moments.power(moments.value(source, along)),
+            tuple(d if i in varying else None for i, d in enumerate(places)),
         )
 
     def source(self, vid: int) -> tuple[int, frozenset[int], tuple[int, ...]]:
@@ -238,9 +244,9 @@ def _total(region: NormRegion, node: Node) -> Form | None:
 
 
 def _rearranged(region: NormRegion, node: Node) -> Form | None:
-    """A statistic with dimensions added or dropped."""
+    """What does not vary with x, as a statistic, with dimensions added or dropped."""
     form = region.forms.get(node.inputs[0])
-    if form is None or len(node.inputs) != 1 or not form.is_row:
+    if form is None or len(node.inputs) != 1 or moments.X in moments.symbols(form.poly):
         return None
     before, after = (region.graph.values[v].aval.shape for v in (node.inputs[0], node.outputs[0]))
     params = region.graph.eqn(node.covers[0]).params

@@ -13,8 +13,13 @@ class Rule:
     """`apply` maps a graph to the canonical nodes it sees, by the position each takes.
 
     Rules with a lower `order` run first; a rule may rely on what earlier ones named.
+
+    Attributes:
+      after: names of the rules that must have run: those whose nodes it reads, and those that it leaves equations to.
+        Any order that respects it gives the same normal form.
     """
 
     name: str
     order: int
     apply: Callable[[Graph], dict[int, Node]]
+    after: tuple[str, ...] = ()

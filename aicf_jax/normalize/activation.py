@@ -1,9 +1,9 @@
 """Canonical activations: regions of pointwise equations that are one of the known functions of a single value.
 
-From an argument or the result of a product, convolution, bias, scale and shift, cast, slice or layout change the region
-of equations that depend on nothing else (and on scalar constants) is grown; each value in it gets an expression
-(`_expressions`); the last one that equals a known spelling and whose inner values nobody else uses becomes one
-canonical node.
+From an argument or the result of a product, convolution, bias, scale and shift, batch norm, cast, slice or layout
+change the region of equations that depend on nothing else (and on scalar constants) is grown; each value in it gets an
+expression (`_expressions`); the last ones that equal a known spelling and whose inner values nobody else uses become
+canonical nodes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,27 +54,30 @@ def _apply(graph: Graph) -> dict[int, Node]:
     found: dict[int, Node] = {}
     keys = Keys()
     roots = [*graph.arguments, *(v for n in graph.nodes if n.flags & _ROOTS for v in n.outputs)]
+    roots += [n.outputs[0] for n in graph.nodes if n.flags & OpFlags.IS_BATCH_NORM]  # not its statistics
     for root in roots:
         if str(getattr(graph.values[root].aval, "dtype", None)) not in _FLOATS:
             continue
-        hit = _find(graph, root, keys)
-        if hit is not None:
-            found.setdefault(*hit)
+        for position, node in _find(graph, root, keys):
+            found.setdefault(position, node)
     return found
 
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
-def _find(graph: Graph, root: int, keys: Keys) -> tuple[int, Node] | None:
+def _find(graph: Graph, root: int, keys: Keys) -> Iterator[tuple[int, Node]]:
+    """All activations of a value: the last of each that share equations, exact spellings first."""
+    taken: set[int] = set()
     table = _table(str(graph.values[root].aval.dtype), _compat.x64_enabled())
     for expressions, names in ((table.exact, table.exact_names), (table.loose, table.loose_names)):
         region = _Region(graph, root, Expressions(expressions), keys)
         for position in reversed(region.members):
             spelling = names.get(region.number[graph.nodes[position].outputs[0]])
-            if spelling is not None and (members := region.closed(position)) is not None:
-                return position, region.node(position, members, spelling)
-    return None
+            members = region.closed(position) if spelling is not None and position not in taken else None
+            if spelling is not None and members is not None and taken.isdisjoint(members):
+                taken.update(members)
+                yield position, region.node(position, members, spelling)
 
 
 class _Region:
@@ -99,6 +103,8 @@ class _Region:
             return False
         if not node.flags & _POINTWISE or node.flags & _HAS_EFFECT:
             return False
+        if node.op != self.graph.eqn(node.covers[0]).primitive.name:
+            return False  # canonical already
         operands = [self.number.get(v, self.constant(v)[0]) for v in node.inputs]
         if None in operands:
             return False
@@ -182,4 +188,6 @@ def _expression_of(spelling: Any, parametric: bool, dtype: str, table: Expressio
     return None if consts else table.program(jaxpr, [table.variable()], keys)
 
 
-RULE = Rule("activation", 20, _apply)
+RULE = Rule(
+    "activation", 20, _apply, after=("gemm", "conv", "norm", "softmax", "cross_entropy", "bias", "channel_affine")
+)

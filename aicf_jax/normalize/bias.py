@@ -97,4 +97,4 @@ def _along(roles: str, dimensions: set[int], which: str) -> set[int]:
     return {d for d in dimensions if roles[d] in which}
 
 
-RULE = Rule("bias", 10, _apply)
+RULE = Rule("bias", 10, _apply, after=("gemm", "conv"))

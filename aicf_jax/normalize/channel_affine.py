@@ -177,4 +177,4 @@ def _dependence(graph: Graph, vid: int, convolution: int) -> str | None:
     return "synchronized_statistics" if synchronized else "batch_statistics"
 
 
-RULE = Rule("channel_affine", 12, _apply)
+RULE = Rule("channel_affine", 12, _apply, after=("conv", "bias"))

@@ -129,10 +129,11 @@ def _node(region: LossRegion) -> tuple[int, Node]:
         for v in graph.nodes[c].inputs:
             if v != region.x and v not in computed and graph.values[v].kind != "literal":
                 number, more = constant(graph, v)
-                if number is not None:
-                    covers.update(more)
-                else:
-                    inputs[v] = None
+                if number is None:
+                    # Of a mask that was broadcast anew for each of its uses: there it is one value.
+                    _, source, more = region.log.masks.get(v, (None, v, ()))
+                    inputs[source] = None
+                covers.update(more)
     attrs = (("axis", region.axis),)
     outputs = graph.nodes[position].outputs
     return position, Node(

@@ -290,4 +290,4 @@ def _used_elsewhere(graph: Graph, position: int, gate: Branch, up: Branch) -> st
     return None
 
 
-RULE = Rule("gate", 90, _apply)
+RULE = Rule("gate", 90, _apply, after=("gemm", "bias", "activation"))

@@ -45,4 +45,4 @@ def _as_mask(graph: Graph, node: Node) -> Node | None:
     return None
 
 
-RULE = Rule("mask", 30, _apply)
+RULE = Rule("mask", 30, _apply, after=("norm", "cross_entropy", "softmax", "activation"))

@@ -5,7 +5,8 @@ polynomials in it and its statistics (`_norm_region`), and one of them is a laye
 whatever the spelling: variance of deviations or from moments, clamped or not, `rsqrt`, powers and divisions,
 statistics and results in other types, ``x * (r * scale)`` or ``(x * r) * scale``. Scale and bias belong to the norm
 where they vary along the normalized axes only; what varies along others (the shift and scale of a modulated norm, the
-channels of an instance norm) stays outside. Where statistics are kept for something else, nothing is canonical.
+channels of an instance norm) stays outside. Where statistics are kept for something else, nothing is canonical, but of
+a norm over other axes than trailing ones (a batch norm) mean and variance may be: they are further results.
 
 An addition whose sum is normalized is marked as a residual.
 """
@@ -20,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from aicf_jax.flags import OpFlags
-from aicf_jax.graph import Graph, Node
+from aicf_jax.graph import NOP, Graph, Node
 from aicf_jax.normalize import _moments as moments
+from aicf_jax.normalize._batch_statistics import statistics_of
 from aicf_jax.normalize._constants import SAME_VALUE, is_float, number
 from aicf_jax.normalize._norm_forms import NEAR_MISSES, Norm, almost, norm_of, roots_of
 from aicf_jax.normalize._norm_region import RULES, NormRegion
@@ -48,7 +50,8 @@ def _apply(graph: Graph) -> dict[int, Node]:
         near.update(missed)
     covered = {c for node in found.values() for c in node.covers}
     near = {p: n for p, n in near.items() if covered.isdisjoint(n.covers)}
-    return {**_residuals(graph, found), **near, **found}
+    moved = {int(graph.producer[v]): NOP for node in found.values() for v in node.outputs[1:]}
+    return {**_residuals(graph, found), **near, **moved, **found}
 
 
 # -- where to look ---------------------------------------------------------------------------------------
@@ -141,21 +144,29 @@ def _norms_in(region: NormRegion) -> tuple[dict[int, Node], dict[int, Node]]:
     """``(norms, near misses)`` by position."""
     graph = region.graph
     axes = frozenset(region.axes)
-    wide = frozenset(a for a in axes if region.shape[a] != 1)
     trailing = set(axes) == set(range(len(region.shape) - len(axes), len(region.shape)))
+    # Where scale and bias vary: along the normalized axes, or of a batch norm along all others.
+    along = axes if trailing else frozenset(range(len(region.shape))) - axes
+    wide = frozenset(a for a in along if region.shape[a] != 1)
     exits = [
         (p, norm)
         for p in reversed(region.members)
         if graph.values[graph.nodes[p].outputs[0]].aval.shape == region.shape
-        and (norm := norm_of(_poly(region, p), axes, wide, region.tolerance)) is not None
+        and (norm := norm_of(_poly(region, p), along, wide, region.tolerance)) is not None
+        and (trailing or norm.is_centered)
     ]
     found: dict[int, Node] = {}
     taken: set[int] = set()
     for position, norm in exits:
         members = region.needed(position)
-        if not trailing or position in taken:
+        if position in taken:
             continue
-        if region.is_closed(members, (position,)):
+        if not trailing:
+            statistics = statistics_of(region, members, position)
+            if statistics is not None:
+                found[position] = _batch_norm(region, position, members, norm, statistics)
+                taken.update(members)
+        elif region.is_closed(members, (position,)):
             found[position] = _node(region, position, members, norm)
             taken.update(members)
     return found, _near_misses(region, found, taken, exits, trailing)
@@ -181,7 +192,7 @@ def _near_misses(
         if code is None or (code == "other_value" and _has_own_norm(region, new)):
             continue
         settled |= new
-        if not trailing:
+        if not trailing and not new & norms:
             code = "axes_not_trailing" if code not in ("other_value", "stopped_statistics") else code
         elif new & norms:
             code = "statistics_reused"
@@ -230,6 +241,19 @@ def _node(region: NormRegion, position: int, members: list[int], norm: Norm) -> 
     inputs = (region.x, *(int(s[1]) for s in values))
     name = "layer_norm" if norm.is_centered else "rms_norm"
     return Node(name, flags, inputs, graph.nodes[position].outputs, region.covers(members), attrs)
+
+
+def _batch_norm(
+    region: NormRegion, position: int, members: list[int], norm: Norm, statistics: list[tuple[int, str]]
+) -> Node:
+    """The norm over other axes than trailing ones, whose statistics may be results too."""
+    node = _node(region, position, members, norm)
+    attrs = dict(node.attrs)
+    attrs["axes"] = tuple(sorted(int(a) - len(region.shape) for a in region.axes))
+    attrs["kept"] = tuple(kind for _, kind in statistics)
+    flags = OpFlags.IS_BATCH_NORM | (node.flags & OpFlags.HAS_PARAM)
+    outputs = (*node.outputs, *(v for v, _ in statistics))
+    return dataclasses.replace(node, op="batch_norm", flags=flags, outputs=outputs, attrs=tuple(attrs.items()))
 
 
 def _from_the_end(symbol: moments.Symbol | None, ndim: int) -> tuple[int, ...] | None:

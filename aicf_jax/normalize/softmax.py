@@ -202,4 +202,4 @@ def _node(region: LogRegion, position: int, members: list[int], code: str | None
     return dataclasses.replace(node, attrs=softmax_attrs(region.axis, region.forms[outputs[0]]))
 
 
-RULE = Rule("softmax", 5, _apply)
+RULE = Rule("softmax", 5, _apply, after=("cross_entropy",))

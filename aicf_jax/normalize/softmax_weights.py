@@ -64,7 +64,7 @@ def _divisions(region: LogRegion, seed: int) -> Iterator[tuple[int, int, int]]:
     """``(divisor, division, divided)``: the node of a sum of the weights, who divides by it, and which value."""
     graph = region.graph
     weights = region.forms[graph.nodes[seed].outputs[0]]
-    if not weights.slope:
+    if not weights.slope or weights.loose:
         return
     for p in region.members:
         vid = graph.nodes[p].outputs[0]
@@ -166,4 +166,4 @@ def _nodes(
     }
 
 
-RULE = Rule("softmax_weights", 6, _apply)
+RULE = Rule("softmax_weights", 6, _apply, after=("gemm", "cross_entropy", "softmax"))

@@ -15,6 +15,8 @@ OPS: dict[str, SemanticOp] = {op.name: op for op in unique(discover(__name__, "O
 
 attention: SemanticOp = OPS["attention"]
 attention_grad: SemanticOp = OPS["attention_grad"]
+batch_norm: SemanticOp = OPS["batch_norm"]
+batch_norm_grad: SemanticOp = OPS["batch_norm_grad"]
 conv_epilogue: SemanticOp = OPS["conv_epilogue"]
 conv_epilogue_grad: SemanticOp = OPS["conv_epilogue_grad"]
 gemm_epilogue: SemanticOp = OPS["gemm_epilogue"]

@@ -9,6 +9,7 @@ Two ways to differentiate, by the shape of the result:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from aicf_jax.graph import build
 from aicf_jax.memo import memo
 from aicf_jax.normalize._log_region import LogRegion
 from aicf_jax.normalize._loss_region import LossRegion
-from aicf_jax.ops._attention_composition import evaluate, reads
+from aicf_jax.ops._attention_composition import reads
 from aicf_jax.ops._loss_rows import Rows, count
+from aicf_jax.ops._row_slices import evaluate_rows
 from aicf_jax.ops._semantic import FusedOp, Step, nbytes
 
 #: What passes a cotangent on to one of its operands and nothing to the others.
@@ -93,7 +95,7 @@ def places(op: FusedOp) -> list[tuple[int, int]]:
     slot = loss_step(op).operands[0]
 
     def f(*inputs: Any) -> Any:
-        return (evaluate(op, inputs, slot, {}),)
+        return (evaluate_rows(op, inputs, slot),)
 
     graph = mcir.trace(f, *map(_compat.plain_aval, op.in_avals))
     dim = graph.outputs[0][1].dims[op.blob["axis"]]
@@ -103,6 +105,9 @@ def places(op: FusedOp) -> list[tuple[int, int]]:
     found = []
     for i, view in graph.views.items():
         found += [(int(graph.values[i].param("argument")), d) for d, own in enumerate(view.dims) if own == dim]
+    if any(op.in_avals[i].shape[d] != math.prod(graph.axes[a] for a in dim) for i, d in found):
+        sliced = "a slice along the vocabulary, whose softmax is another one"
+        raise mcir.DeriveError("vocabulary_sliced", "slices of rows of the logits", sliced)
     if not found:
         raise mcir.DeriveError("vocabulary", "an operand of the product with the vocabulary as a dimension", "none")
     return found
@@ -112,7 +117,7 @@ def places(op: FusedOp) -> list[tuple[int, int]]:
 
 
 def rows_of(op: FusedOp, inputs: Sequence[Any]) -> Rows:
-    return Rows(region_of(op), [evaluate(op, inputs, s, {}) for s in loss_step(op).operands[1:]])
+    return Rows(region_of(op), [evaluate_rows(op, inputs, s) for s in loss_step(op).operands[1:]])
 
 
 def results(op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
@@ -130,7 +135,7 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _save_rows(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    x = evaluate(op, inputs, loss_step(op).operands[0], {})
+    x = evaluate_rows(op, inputs, loss_step(op).operands[0])
     rows = rows_of(op, inputs)
     m = rows.maximum(x)
     l, taken = rows.total(x, m), rows.taken_from(x)
@@ -187,7 +192,7 @@ def _pull_rows(
         return [replaced.get(i, x) for i, x in enumerate(inputs)]
 
     def logits(*xs: Any) -> Any:
-        return evaluate(op, given(before, xs), slot, {})
+        return evaluate_rows(op, given(before, xs), slot)
 
     def numbers(x: Any, *xs: Any) -> list[Any]:
         rows = rows_of(op, given(beside, xs))

@@ -36,18 +36,21 @@ class Rows:
         self.known: dict[int, Any] = dict(zip(self.graph.arguments[1:], others, strict=True))
         self.m: Any = None
         self.l: Any = None
-        self.taken: dict[int, tuple[Any, Any]] = {}
+        self.taken: dict[int, tuple[Any, Any, Any]] = {}
 
     # -- from the logits ----------------------------------------------------------------------------------
     def _masked(self, x: Any) -> Any:
         assert self.region.key is not None
-        mask = self.region.key[1]
+        return wide(x, self._kept(self.region.key[1]))
+
+    def _kept(self, mask: Any) -> Any:
+        """Which elements of x take part, beside x; None for all."""
         if mask is None:
-            return wide(x, None)
-        name, keeps, dims = mask  # pyright: ignore[reportGeneralTypeIssues]
+            return None
+        name, keeps, dims = mask
         vid = next(v for v, found in self.region.log.masks.items() if found[0] == name)
         keep = self.value(vid).transpose([dims.index(d) for d in range(len(dims))])
-        return wide(x, keep if keeps else ~keep)
+        return keep if keeps else ~keep
 
     def maximum(self, x: Any) -> Any:
         """M. The loss does not depend on it, so it has no derivative."""
@@ -64,12 +67,11 @@ class Rows:
         return jnp.sum(jnp.exp(difference), axis=self.region.axis)
 
     def taken_from(self, x: Any) -> list[Any]:
-        """Every t and n, in the order of `counts`."""
-        x = wide(x, None)
+        """Every t and n, in the order of `takes`, and whether a row has elements where a mask may leave out all."""
         found = []
         for vid in takes(self.region):
             if vid in self.region.picks:
-                found.append(self._picked(self.region.picks[vid], x))
+                found.append(self._picked(self.region.picks[vid], wide(x, None)))
             else:
                 found += self._summed(self.region.sums[vid], x)
         return found
@@ -95,19 +97,24 @@ class Rows:
         return label.reshape([label.shape[ascending.index(d)] if d in places else 1 for d in range(len(dims))])
 
     def _summed(self, found: Sum, x: Any) -> list[Any]:
-        dims = self.region.log.forms[found.base].dims
-        order = [d for d in dims if d is not None]
-        x = x.transpose(order)
+        form = self.region.log.forms[found.base]
+        keep = self._kept(form.mask)
+        order = [d for d in form.dims if d is not None]
+        x = wide(x, keep).transpose(order)
         k = order.index(self.region.axis)
         weight = None if found.other is None else self._beside(found, len(order))
         left = [d for d in order if d != self.region.axis]
         out = []
         # Ones beside x: a sum over an axis of its own would be a pass of its own.
         beside = jax.lax.broadcasted_iota("int32", x.shape, k) >= 0
-        for base in (x, jnp.where(beside, jnp.ones((), x.dtype), jax.lax.stop_gradient(x))):
+        ones = jnp.where(beside, jnp.ones((), x.dtype), jax.lax.stop_gradient(x))
+        for base in (x, ones):
             w = self._linear(found.operand, found.base, base)
             w = w if weight is None else w * weight.astype(w.dtype)
             out.append(jnp.sum(w, axis=k).transpose([left.index(d) for d in sorted(left)]))
+        if keep is not None:
+            kept = jnp.where(jnp.broadcast_to(keep.transpose(order), x.shape), ones, 0)
+            out.append(jnp.sum(kept, axis=k).transpose([left.index(d) for d in sorted(left)]))
         return out
 
     def _beside(self, found: Sum, ndim: int) -> Any:
@@ -144,7 +151,9 @@ class Rows:
         self.m, self.l = m, l
         left = list(taken)
         for vid in takes(self.region):
-            self.taken[vid] = (left.pop(0), None if vid in self.region.picks else left.pop(0))
+            own = [left.pop(0) for _ in range(_taken_by(self.region, vid))]
+            t, n, elements = (*own, None, None)[:3]
+            self.taken[vid] = t, n, elements
         return self.value(self.graph.results[0])
 
     def value(self, vid: int) -> Any:
@@ -166,7 +175,7 @@ class Rows:
         return _result(graph, node, [self.value(v) for v in node.inputs])
 
     def _at_label(self, vid: int, aval: Any) -> Any:
-        pick, (t, _) = self.region.picks[vid], self.taken[vid]
+        pick, (t, _, _) = self.region.picks[vid], self.taken[vid]
         form = self.region.log.forms[pick.operand]
         found = self._of_form(form, t, None)
         if pick.operand in self.region.inexact:
@@ -180,14 +189,17 @@ class Rows:
         return _laid(found, order, self.region.axis, aval)
 
     def _sum_value(self, vid: int, aval: Any) -> Any:
-        found, (t, n) = self.region.sums[vid], self.taken[vid]
+        found, (t, n, elements) = self.region.sums[vid], self.taken[vid]
         form = self.region.log.forms[found.base]
         order: list[int | None] = [d for d in form.dims if d != self.region.axis]
         if found.other is not None:
             node = self.graph.nodes[int(self.graph.producer[vid])]
             _, batch = self.graph.eqn(node.covers[0]).params["dimension_numbers"]
             order = [form.dims[d] for d in batch[node.inputs.index(found.operand)]]
-        return _laid(self._of_form(form, t, n), order, self.region.axis, aval)
+        value = self._of_form(form, t, n)
+        if elements is not None:
+            value = jnp.where(elements > 0, value, 0)  # of nothing the sum is 0, and the log-sum-exp -inf or NaN
+        return _laid(value, order, self.region.axis, aval)
 
     def _of_form(self, form: Form, t: Any, n: Any) -> Any:
         """``s x + c L + d`` at ``x = t``, ``1 = n`` (n None: 1), or the exponential of that."""
@@ -222,7 +234,14 @@ def takes(region: LossRegion) -> list[int]:
 
 def count(region: LossRegion) -> int:
     """How many numbers are taken from each row besides m and l."""
-    return len(region.picks) + 2 * len(region.sums)
+    return sum(_taken_by(region, vid) for vid in takes(region))
+
+
+def _taken_by(region: LossRegion, vid: int) -> int:
+    """How many numbers of a row a value takes: t; t and n; these and how many elements a mask leaves."""
+    if vid in region.picks:
+        return 1
+    return 2 if region.log.forms[region.sums[vid].base].mask is None else 3
 
 
 def _laid(rows: Any, order: Sequence[int | None], axis: int, aval: Any) -> Any:

@@ -1,9 +1,10 @@
 """``linear_cross_entropy``: ``loss_i = g(logsumexp_j x_ij, x_i,label_i, sum_j w_ij x_ij)`` of logits ``x = f(h W)``.
 
-f is what the program does to the logits (bias, temperature, softcap, masks, casts), g what it makes of the log-sum-exp
-over the vocabulary, of elements at integer labels and of sums with weights (one-hot, soft or smoothed labels): cross
-entropy, label smoothing, z-loss. Both are the user's own equations. h is ``[..., d]``, W ``[d, V]`` or ``[V, d]``; the
-result is one loss a row, or their sum over all rows, row weights in between, where nothing else uses the losses.
+f is what the program does to the logits (bias, temperature, softcap, masks, casts, slices of rows), g what it makes of
+the log-sum-exp over the vocabulary, of elements at integer labels and of sums with weights (one-hot, soft or smoothed
+labels): cross entropy, label smoothing, z-loss. Both are the user's own equations. h is ``[..., d]``, W ``[d, V]`` or
+``[V, d]``; the result is one loss a row, or their sum over all rows, row weights in between, where nothing else uses
+the losses.
 
 Backward, with m and l of ``sum_j exp(a (x_j - m))`` kept of each row and the cotangents of the numbers of rows::
 
@@ -11,7 +12,8 @@ Backward, with m and l of ``sum_j exp(a (x_j - m))`` kept of each row and the co
 
 Neither x nor dX exists whole. A result that is one number is differentiated in its forward, where x is known block by
 block: three products as unfused; other results compute x again: four. Sums are in float32 or wider. A label out of
-bounds gives what the program's own gather gives: NaN, or the nearest class. Milakov and Gimelshein, "Online normalizer
+bounds gives what the program's own gather gives: NaN, or the nearest class. Rows that a slice leaves out are not
+computed: for ``x[:, :-1]`` h is sliced instead. Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018; Wijmans et al., "Cut your losses in large-vocabulary language models", 2024; Hsu et al.,
 "Liger kernel", 2024.
 """
@@ -52,6 +54,10 @@ def _check(match: Match) -> Refusal | None:
             return refuse(match, "empty", "arrays with elements", f"{node.op} of shape {shape}", node)
         if len(shape) > 8:
             return refuse(match, "rank", "at most eight dimensions", f"{node.op} of shape {shape}", node)
+        if len(node.outputs) > 1:
+            return refuse(
+                match, "split", "slices of rows of the logits", "logits that are split in several parts", node
+            )
     return None
 
 

@@ -8,6 +8,7 @@ from aicf_jax.pattern import (
     GEMM,
     LAYOUT,
     NEAR_CROSS_ENTROPY,
+    SLICE,
     SOFTMAX,
     NearMiss,
     Pattern,
@@ -15,8 +16,8 @@ from aicf_jax.pattern import (
     star,
 )
 
-#: Between product and loss: bias, scale or temperature, softcap, mask, casts, layout.
-_LOGITS = star(ELEMENTWISE | LAYOUT | BROADCAST)
+#: Between product and loss: bias, scale or temperature, softcap, mask, casts, layout, slices of rows.
+_LOGITS = star(ELEMENTWISE | LAYOUT | BROADCAST | SLICE)
 
 PATTERN = Pattern(
     "linear_cross_entropy",

@@ -141,10 +141,14 @@ def with_statistics(change):
 
 #: name -> (function of x, scale, bias and another value like x; code of the refusal)
 NEAR_MISSES = {
-    "over the middle axis": (over(1), "axes_not_trailing"),
-    "batch norm": (over((0, 1)), "axes_not_trailing"),
-    "instance norm": (over((1,)), "axes_not_trailing"),
-    "group norm": (group_norm, "axes_not_trailing"),
+    "a root mean square over the middle axis": (
+        lambda x, g, b, z: x * lax.rsqrt(mean(x * x, 1) + EPS) * g,
+        "axes_not_trailing",
+    ),
+    "N - 1 of a batch": (
+        lambda x, g, b, z: (x - mean(x, (0, 1))) * lax.rsqrt(jnp.var(x, (0, 1), keepdims=True, ddof=1) + EPS) * g,
+        "axes_not_trailing",
+    ),
     "eps outside of the root": (
         lambda x, g, b, z: (x - mean(x)) / (jnp.sqrt(jnp.var(x, -1, keepdims=True)) + EPS) * g + b,
         "eps_outside_root",
@@ -180,9 +184,16 @@ NEAR_MISSES = {
         "sum_of_squares",
     ),
     "a number inside": (lambda x, g, b, z: x * (2.0 * lax.rsqrt(mean(x * x) + EPS)) * g, "other_factor"),
-    "standardized weights": (
-        lambda x, g, b, z: (x - mean(x, (0, 1))) * lax.rsqrt(jnp.var(x, (0, 1), keepdims=True) + EPS),
-        "axes_not_trailing",
+}
+
+#: Norms over other axes than trailing ones: batch norms.
+BATCH_NORMS = {
+    "over the middle axis": over(1),
+    "batch norm": over((0, 1)),
+    "instance norm": over((1,)),
+    "group norm": group_norm,
+    "standardized weights": lambda x, g, b, z: (
+        (x - mean(x, (0, 1))) * lax.rsqrt(jnp.var(x, (0, 1), keepdims=True) + EPS)
     ),
 }
 

@@ -17,6 +17,7 @@ from aicf_jax.normalize import normalize
 from tests.aicf_jax.attention_support import evaluate, graph_of, normal, only, ops_of
 from tests.aicf_jax.norm_support import (
     AFFINE,
+    BATCH_NORMS,
     EPS,
     MEANS,
     NEAR_MISSES,
@@ -232,6 +233,14 @@ def test_near_misses_say_why(name):
     assert str(normalize(graph)) == str(graph)
 
 
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_statistics_over_other_axes_are_a_batch_norm(name):
+    graph = graph_of(BATCH_NORMS[name], X, G, B, Z)
+    assert [n.op for n in graph.nodes if n.flags & OpFlags.IS_BATCH_NORM] == ["batch_norm"]
+    assert not any(n.flags & (OpFlags.IS_NEAR_NORM | OpFlags.IS_NORMALIZATION) for n in graph.nodes)
+    assert str(normalize(graph)) == str(graph)
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -266,7 +275,7 @@ def test_a_norm_of_what_was_centered_by_another_mean_is_a_root_mean_square():
     st.sampled_from(sorted(ROOTS)),
     st.sampled_from(sorted(AFFINE)),
     st.sampled_from(["float32", "bfloat16", "float16"]),
-    st.sampled_from([None, "std plus eps", "N - 1", "variance of another", "a stopped mean", "batch norm"]),
+    st.sampled_from([None, "std plus eps", "N - 1", "variance of another", "a stopped mean", "N - 1 of a batch"]),
 )
 def test_any_spelling_is_one_norm_and_its_near_misses_are_none(average, variance, root, affine, dtype, miss):
     spelled = functools.partial(layer_norm, average=average, variance=variance, root=root, affine=affine)

@@ -189,14 +189,13 @@ def test_a_residual_block_with_given_statistics(dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_a_residual_block_in_training_is_left_exactly_as_written(dtype):
-    """Statistics of the batch: results, gradients and updated running averages are the same bits."""
+def test_a_residual_block_in_training(dtype):
+    """Statistics of the batch are a batch norm behind the convolution, which keeps its bias (tests/norms)."""
     module, x = Block(train=True, dtype=dtype), normal(0, 2, 6, 6, 3)
     variables = block_variables(module, x)
     fused = aicf_jax.fuse(module)
     report = aicf_jax.explain(lambda v, x: module.apply(v, x, mutable=["batch_stats"]), variables, x)
-    codes = {r.code for r in report.refusals if r.pattern.startswith("conv")}
-    assert report.count("conv_epilogue") == 0 and codes == {"batch_statistics"}
+    assert report.count("batch_norm") == 3 and report.count("conv_epilogue") == 2 and not report.refusals
 
     def step(m):
         def loss(p, s, x):
@@ -205,7 +204,8 @@ def test_a_residual_block_in_training_is_left_exactly_as_written(dtype):
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], variables["batch_stats"], x)
 
-    assert_same(step(fused), step(module), roundings=0)
+    # In bfloat16 which roundings XLA leaves out depends on the order of the equations.
+    assert_same(step(fused), step(module), roundings=0 if dtype is None else 24, dtype=dtype)
 
 
 class NnxBlock(nnx.Module):

@@ -121,6 +121,31 @@ def clipped_labels(x, labels):
     return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, labels[..., None], -1, mode="clip")[..., 0]
 
 
+def rows_left_out(x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels, where=labels != 3)
+
+
+def classes_left_out(x, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels, where=seen(x)[None, None])
+
+
+def some_classes_of_some_rows(x, labels):
+    """Of the first column of rows nothing is left but for the first row."""
+    kept = seen(x) & ((jnp.arange(labels.shape[-1]) > 0) | (jnp.arange(labels.shape[0]) == 0)[:, None])[..., None]
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels, where=kept)
+
+
+def one_hot_rows_left_out(x, labels):
+    targets = jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype)
+    return optax.softmax_cross_entropy(x, targets, where=labels != 3)
+
+
+def one_hot_classes_left_out(x, labels):
+    targets = jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype)
+    kept = seen(x) & ((jnp.arange(labels.shape[-1]) > 0) | (jnp.arange(labels.shape[0]) == 0)[:, None])[..., None]
+    return optax.softmax_cross_entropy(x, targets, where=kept)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -147,6 +172,11 @@ SPELLINGS = {
         base_two,
         float32_logits,
         clipped_labels,
+        rows_left_out,
+        classes_left_out,
+        some_classes_of_some_rows,
+        one_hot_rows_left_out,
+        one_hot_classes_left_out,
     )
 }
 
