@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import aicf_jax
 from aicf_jax.kernels import mosaic_gemm_epilogue, mosaic_gemm_epilogue_grad
@@ -229,3 +231,29 @@ def test_in_the_simulator():
 
 
 FORWARD_FUNCTION = gemm_epilogue.forward
+
+
+# -- several devices -------------------------------------------------------------------------------------
+
+
+def test_on_several_devices_the_equations_are_partitioned_and_the_kernel_runs_in_shard_map():
+    """A rule that splits rows and columns could not leave a product alone whose depth is split."""
+
+    def marked(*args, **options):
+        y, *rest = plain_forward(*args, **options)
+        return (jax.lax.erf_inv(jax.lax.erf(y * 1e-3)) * 1e3, *rest)
+
+    f = aicf_jax.fuse(lambda x, w, b: jnp.tanh(x @ w + b), kernels=(on_a_cpu(FORWARD, marked),))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    x, w, b = normal(0, 64, 32), normal(1, 32, 16), normal(2, 16)
+    split, (w_all, b_all) = (
+        jax.device_put(x, NamedSharding(mesh, P("data"))),
+        (jax.device_put(a, NamedSharding(mesh, P())) for a in (w, b)),
+    )
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    taken = [
+        "erf" in jax.jit(g).lower(*args).as_text()
+        for g, args in ((f, (x, w, b)), (mapped, (split, w_all, b_all)), (f, (split, w_all, b_all)))
+    ]
+    assert taken == [True, True, False]
+    assert "all-gather" not in jax.jit(f).lower(split, w_all, b_all).compile().as_text()
