@@ -132,23 +132,24 @@ def compile_all(
     """
     described = load(target)
     check_packages()
-    with tempfile.TemporaryDirectory(prefix="aicf-aot-") as path:
-        folder = Path(path)
-        (folder / "target.txtpb").write_text(described.text)
-        found: dict[str, CompileReport | Exception] = {}
-        for k, (name, given) in enumerate(programs.items()):
-            program = given if isinstance(given, Program) else Program(*given)
-            try:
-                _write(folder / f"{k:04}", _export(described, program.fn, program.avals), program.options)
-            except Exception as error:
-                found[name] = error
-        if len(found) < len(programs):
-            _run(folder, timeout_s)
-        seen: dict[str, resources.MosaicKernel] = {}
-        for k, name in enumerate(programs):
-            if name not in found:
-                found[name] = _read(folder / f"{k:04}", name, target, seen)
-        return {name: found[name] for name in programs}
+    found: dict[str, CompileReport | Exception] = {}
+    lowered: dict[str, tuple[jax.export.Exported, Mapping[str, Any]]] = {}
+    for name, given in programs.items():
+        program = given if isinstance(given, Program) else Program(*given)
+        try:
+            lowered[name] = _export(described, program.fn, program.avals), program.options
+        except Exception as error:
+            found[name] = error
+    if lowered:
+        with tempfile.TemporaryDirectory(prefix="aicf-aot-") as path:
+            stems = {name: Path(path) / f"{k:04}" for k, name in enumerate(lowered)}
+            for name, (exported, options) in lowered.items():
+                _write(stems[name], exported, options)
+            (Path(path) / "target.txtpb").write_text(described.text)
+            _run(Path(path), timeout_s)
+            seen: dict[str, resources.MosaicKernel] = {}
+            found |= {name: _read(stem, name, target, seen) for name, stem in stems.items()}
+    return {name: found[name] for name in programs}
 
 
 def check_packages() -> None:

@@ -315,5 +315,5 @@ def test_every_case_compiles_for_an_h200_without_spills(capsys, tmp_path):
     entries = json.loads((tmp_path / "compiled-h200.json").read_text())["entries"]
     for name, entry in entries.items():
         assert entry["kernel"]["count"] <= entry["unfused"]["count"], name
-        if re.match("gemm_epilogue/.* forward|gemm_epilogue/(relu|gelu)", name):
+        if re.match(r"gemm_epilogue/.*\d+x\d+x\d+", name):
             assert any("wgmma" in key for m in entry["kernel"]["mosaic"] for key in m["tensor_core"]), name
