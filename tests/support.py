@@ -146,6 +146,7 @@ EVERY_GEMM_EPILOGUE = dict.fromkeys(
         "product_dtype",
         "precision",
         "matrices",
+        "formula",
         "steps",
     ],
     ANY,

@@ -342,7 +342,7 @@ def test_a_step_that_holds_the_gradient_of_a_fused_function_is_explained(activat
 
 def test_a_kernel_that_returns_an_array_and_no_tuple_is_refused():
     names = "activation has_bias bias_along batched trans_a trans_b operand_dtypes output_dtype product_dtype precision"
-    capabilities = dict.fromkeys([*names.split(), "steps", "matrices"], ANY)
+    capabilities = dict.fromkeys([*names.split(), "steps", "matrices", "formula"], ANY)
     bare = Kernel("bare", "gemm_epilogue", ("cpu",), capabilities, lambda op, *xs: op.reference(*xs)[0])
     args = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
     report = aicf_jax.explain(lambda x, w, b: jax.nn.relu(x @ w + b), *args, kernels=(bare,))

@@ -75,6 +75,7 @@ _CAPABILITIES: dict[str, Any] = {
     # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
     "precision": ANY,
     "steps": Where("a product, casts, bias and activation", lambda names: _STEPS.issuperset(names)),
+    "formula": ("guarded",),  # NaN and infinity are where the equations have them
     "matrices": Where("matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits),
 }
 

@@ -48,6 +48,7 @@ _CAPABILITIES: dict[str, Any] = {
     "from_output": ANY,
     "summed_axes": ANY,
     "dtype": NARROW,
+    "formula": ("guarded",),
     "rows": Where("dZ and its sum over rows, their number a multiple of 8 and that of columns of 16", _fits),
 }
 

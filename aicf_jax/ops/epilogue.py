@@ -10,6 +10,7 @@ the product and the biased product are each written and read again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
@@ -92,7 +93,19 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         # Casts and layout changes between product, bias and activation are steps of the operation too.
         "steps": tuple(step.name for step in op.steps),
         "matrices": matrices(op),
+        "formula": formula(next((s.body for s in op.steps if s.role == "pointwise"), None)),
     }
+
+
+def formula(body: Any) -> str:
+    """How an activation is written: ``"guarded"`` as in `jax.nn`, ``"overflowing"`` where it, or its derivative, is not.
+
+    ``log(1 + exp(z))``, ``z / (1 + exp(-z))`` and an elu that takes the exponential of every z are infinite or NaN for
+    large numbers, where a kernel with a formula of its own would be finite.
+    """
+    names = [e.primitive.name for e in body.eqns] if body is not None else []
+    overflows = "exp" in names or "exp2" in names or ("expm1" in names and names.count("select_n") < 2)
+    return "overflowing" if overflows else "guarded"
 
 
 #: Names of the region's inputs in prints: by the step that reads them and the operand's position in it.

@@ -8,6 +8,7 @@ the residual read once, ``dZ`` and ``db`` written once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
@@ -15,7 +16,7 @@ from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops._matrices import rows, summed_axes
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
-from aicf_jax.ops.epilogue import ACTIVATIONS
+from aicf_jax.ops.epilogue import ACTIVATIONS, formula
 from aicf_jax.pattern import Match
 
 SCHEMA = Schema(
@@ -58,7 +59,13 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "summed_axes": summed_axes(op),
         "dtype": str(op.in_avals[-1].dtype),
         "rows": rows(op),
+        "formula": "guarded" if attrs["from_output"] else formula(_gradient(op).body),
     }
+
+
+def _gradient(op: FusedOp) -> Any:
+    """The derivative that its steps evaluate."""
+    return next(e.params["grad"] for step in op.steps for e in step.body.eqns if "grad" in e.params)
 
 
 OP = SemanticOp("gemm_epilogue_grad", SCHEMA, _attributes, _requirements, _check)

@@ -122,6 +122,7 @@ MINE_GRAD = Kernel(
         "summed_axes": {(0,)},
         "dtype": {"float32", "float64"},
         "rows": ANY,
+        "formula": ANY,
     },
     _run_grad,
 )

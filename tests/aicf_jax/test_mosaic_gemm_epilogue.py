@@ -137,11 +137,36 @@ def test_layers_of_flax(param_dtype):
     assert kernel_of(lambda x: nnx.relu(layer(x)), X) == ["mosaic_gemm_epilogue"]
 
 
-@pytest.mark.parametrize("target", [None, "cpu", "a100", "b200", "cuda"])
-def test_other_machines_do_not_get_or_mention_it(target):
+@pytest.mark.parametrize(
+    ("target", "codes"), [(None, []), ("cpu", []), ("cuda", []), ("a100", ["target"]), ("b200", ["target"])]
+)
+def test_other_machines_do_not_get_it_and_hear_of_it_where_they_were_named(target, codes):
     report = aicf_jax.explain(dense, X, W, B, policy=aicf_jax.Policy(target=target))
     assert [f.kernel for f in report.fusions] == ["xla"]
-    assert not [r for r in report.refusals if "mosaic" in r.detail]
+    assert [r.code for r in report.refusals if "mosaic" in r.detail] == codes
+
+
+OVERFLOWING = {
+    "softplus": lambda z: jnp.log1p(jnp.exp(z)),
+    "silu": lambda z: z / (1 + jnp.exp(-z)),
+    "sigmoid": lambda z: 1 / (1 + jnp.exp(-z)),
+    "elu": lambda z: jnp.where(z > 0, z, jnp.expm1(z)),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_formula_that_overflows_where_jaxs_own_does_not_is_not_taken(name):
+    """The kernel would be finite where the equations, or their derivative, are not."""
+    refusal = refusal_of(lambda x, w, b: OVERFLOWING[name](x @ w + b), X, W, B)
+    assert refusal.code == "capability" and "formula='overflowing'" in refusal.found
+
+
+@pytest.mark.parametrize("activation", [jax.nn.softplus, jax.nn.silu, jax.nn.sigmoid, jax.nn.elu, jax.nn.gelu])
+def test_formulas_of_jax_are_taken_forward_and_backward(activation):
+    f = aicf_jax.fuse(lambda x, w, b: activation(x @ w + b), policy=H200)
+    program = str(jax.make_jaxpr(jax.grad(lambda w: f(jnp.ones(X.shape, X.dtype), w, jnp.ones(96, X.dtype)).sum()))(W))
+    assert kernel_of(lambda x, w, b: activation(x @ w + b), X, W, B) == ["mosaic_gemm_epilogue"]
+    assert "activation_grad" in program or "gemm_epilogue_grad" in program
 
 
 @pytest.mark.parametrize(

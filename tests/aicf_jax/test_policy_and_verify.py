@@ -122,7 +122,7 @@ class TestVerify:
             dz = jax.vjp(jax.nn.silu, residual)[1](ct)[0] * 1.01
             return dz.sum(0), dz
 
-        capabilities = {k: ANY for k in ("activation", "from_output", "summed_axes", "dtype", "rows")}
+        capabilities = {k: ANY for k in ("activation", "from_output", "summed_axes", "dtype", "rows", "formula")}
         kernel = Kernel("wrong_grad", "gemm_epilogue_grad", ("cpu",), capabilities, grad)
         f = aicf_jax.fuse(dense, kernels=aicf_jax.KERNELS + (kernel,), policy=Policy(verify=True))
         with pytest.raises(Exception, match=r"gemm_epilogue_grad.*relative error 0\.01"):
