@@ -98,7 +98,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
 
 
 def formula(body: Any) -> str:
-    """How an activation is written: ``"guarded"`` as in `jax.nn`, ``"overflowing"`` where it, or its derivative, is not.
+    """How an activation is written: ``"guarded"`` as in `jax.nn`, or ``"overflowing"``, itself or in its derivative.
 
     ``log(1 + exp(z))``, ``z / (1 + exp(-z))`` and an elu that takes the exponential of every z are infinite or NaN for
     large numbers, where a kernel with a formula of its own would be finite.
