@@ -27,8 +27,8 @@ from jax.interpreters import ad, batching, mlir
 
 from aicf_jax import _compat
 from aicf_jax.memo import memo
-from aicf_jax.ops import FusedOp, Step
-from aicf_jax.recompute import recomputed
+from aicf_jax.ops import FusedOp, Step, nbytes
+from aicf_jax.recompute import SMALLEST_BYTES, recomputed
 
 
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -147,7 +147,7 @@ mlir.register_lowering(
 
 def _recomputing(grad: PointwiseGrad, r: Any, t: Any) -> tuple[Any, Any]:
     """A derivative that starts from the activation's input computes the activation's inner values again."""
-    return (r, t) if grad.from_output else recomputed((r, t))
+    return (r, t) if grad.from_output or nbytes(_compat.typeof(r)) < SMALLEST_BYTES else recomputed((r, t))
 
 
 @memo(256)

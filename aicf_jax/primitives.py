@@ -183,7 +183,7 @@ def _is_differentiated_by_equations(op: FusedOp, residual: bool) -> bool:
         return True
     if composite is None:
         return len(op.results) != 1 or (is_left_to_xla(op) and op.is_general)
-    return is_left_to_xla(op) and not composite.lean
+    return is_left_to_xla(op) and not composite.lean(op)
 
 
 def _jvp_of_equations(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:

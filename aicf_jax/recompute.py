@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 
+#: A smaller array stays in a cache whatever is done, and launching what computes it again costs more than keeping it.
+SMALLEST_BYTES = 1 << 18
+
 
 def recomputed(values: Any) -> Any:
     """The same arrays (any tree), such that what is computed from them is not merged with what was computed before."""

@@ -17,7 +17,7 @@ from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step, nbytes
 from aicf_jax.pattern import Match
-from aicf_jax.recompute import recomputed
+from aicf_jax.recompute import SMALLEST_BYTES, recomputed
 
 FORMULAS = ("centered", "moments", "mean_square")
 
@@ -302,9 +302,16 @@ def norm(name: str, kind_id: int) -> SemanticOp:
         requirements,
         _check,
         names=input_names,
-        composite=Composite(save, cotangent, f"{name}_grad", saved_names, _not_by_step, _kept_results, lean=True),
+        composite=Composite(
+            save, cotangent, f"{name}_grad", saved_names, _not_by_step, _kept_results, lean=_keeps_much_less
+        ),
         unfused_bytes=unfused_bytes,
     )
+
+
+def _keeps_much_less(op: FusedOp) -> bool:
+    """Its equations keep two or three arrays of the size of what is normalized."""
+    return nbytes(op.slot_avals[_slots(op)[0]]) >= SMALLEST_BYTES
 
 
 def _kept_results(op: FusedOp) -> tuple[int, ...]:

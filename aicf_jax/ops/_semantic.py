@@ -26,6 +26,10 @@ def _nothing(op: Any) -> frozenset[int]:
     return frozenset()
 
 
+def _never(op: Any) -> bool:
+    return False
+
+
 def _all_results(op: Any) -> tuple[int, ...]:
     return tuple(range(len(op.results)))
 
@@ -50,7 +54,8 @@ class Composite:
       side_by_side: `FusedOp` -> positions of the steps whose operands are read element beside element, so that batching
         one means batching all; None where batching step by step could not tell which dimension is which.
       keeps: `FusedOp` -> positions of the results that `cotangent` reads.
-      lean: it keeps less than the equations' own derivatives do, and is taken where the operation is left to XLA too.
+      lean: `FusedOp` -> whether it keeps so much less than the equations' own derivatives that it is taken where the
+        operation is left to XLA too.
     """
 
     save: Callable[..., tuple[list[Any], list[Any]]]
@@ -60,7 +65,7 @@ class Composite:
     side_by_side: Callable[[Any], frozenset[int] | None] = _nothing
     keeps: Callable[[Any], tuple[int, ...]] = _all_results
     apart: bool = False
-    lean: bool = False
+    lean: Callable[[Any], bool] = _never
 
     def names_of(self, op: Any) -> tuple[str, ...]:
         """What `cotangent` takes besides inputs and cotangents, in prints."""
