@@ -75,14 +75,13 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
 
 def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal]]:
     """The best kernel for a platform: by measured time where it and the best so far have one, else by bytes."""
-    unfused, target = op.semantic.unfused_bytes, op.context.policy.target
+    candidates = _candidates(op, platform)
+    if not candidates:
+        return XLA, []
+    unfused, seconds = op.semantic.unfused_bytes, tuning.times(op, platform)
     best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
-    seconds, requirements, refusals = tuning.times(op, platform), op.requirements(), []
-    for kernel in op.context.kernels:
-        if kernel.op != op.semantic.name or platform not in kernel.platforms:
-            continue
-        if not kernel.is_for(target) and (target is None or target in GENERIC):
-            continue  # nobody asked for its machine: not a kernel that was looked for and missed
+    requirements, refusals = op.requirements(), []
+    for kernel in candidates:
         refusal = refusal_of(kernel, op, pattern, requirements)
         moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
         if refusal is None and kernel.name in seconds and best in seconds:
@@ -96,6 +95,17 @@ def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal
         else:
             refusals.append(refusal)
     return best, refusals
+
+
+def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
+    """Kernels of the operation for a platform. One for another machine is looked at only where a machine was named."""
+    target = op.context.policy.target
+    is_named = target is not None and target not in GENERIC
+    return [
+        k
+        for k in op.context.kernels
+        if k.op == op.semantic.name and platform in k.platforms and (is_named or k.is_for(target))
+    ]
 
 
 def refusal_of(kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[str, Hashable]) -> Refusal | None:
