@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 #: A smaller array stays in a cache whatever is done, and launching what computes it again costs more than keeping it.
-SMALLEST_BYTES = 1 << 18
+SMALLEST_BYTES = 1 << 20
 
 
 def recomputed(values: Any) -> Any:

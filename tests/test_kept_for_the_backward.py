@@ -11,7 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 import aicf_jax
 from tests.support import normal
 
-X = normal(1, 4, 512, 32)  # 256 kB
+X = normal(1, 4, 2048, 32)  # 1 MiB
 SMALL = X[:, :-1]
 
 
@@ -30,7 +30,7 @@ def test_a_norm_keeps_what_it_normalizes_and_a_few_numbers_for_each_row(capsys, 
     variables = model.init(jax.random.key(0), X)
     fused, unfused = (lambda v, x, m=m: m.apply(v, jnp.sin(x)).sum() for m in (aicf_jax.fuse(model), model))
     # sin's own derivative keeps one array of full size; the norm's argument is the other.
-    assert kept_shapes(capsys, fused, variables, X) == [(4, 512, 1)] * vectors + [X.shape] * 2
+    assert kept_shapes(capsys, fused, variables, X) == [(4, 2048, 1)] * vectors + [X.shape] * 2
     assert kept_shapes(capsys, unfused, variables, X).count(X.shape) > 2  # else there would be nothing to gain
 
 
@@ -46,7 +46,7 @@ def test_an_activation_keeps_its_input_or_its_output_and_nothing_else(capsys, ac
     model = nn.Dense(16)
     variables = model.init(jax.random.key(0), X)
     f = aicf_jax.fuse(lambda v, x: activation(model.apply(v, x)))
-    assert kept_shapes(capsys, lambda v: f(v, X).sum(), variables) == [(4, 512, 16), X.shape]
+    assert kept_shapes(capsys, lambda v: f(v, X).sum(), variables) == [(4, 2048, 16), X.shape]
 
 
 @pytest.mark.parametrize(("activation", "recomputes"), [(nn.gelu, True), (nn.silu, True), (nn.relu, False)])
