@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from aicf_jax.kernels._hopper import NARROW, TARGETS, Where
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.ops import FusedOp, nbytes
@@ -28,8 +26,7 @@ def _fits(item: Any) -> bool:
 
 
 def _order(v: Variant) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Batch axes as ``(batch, heads)``: heads are those that lie between rows and depth where that is so, else the
-    last one."""
+    """Batch axes as ``(batch, heads)``: heads are those between rows and depth where there are some, else the last."""
     batch = v.roles.batch
     for array, row in ((v.q, v.roles.query), (v.k, v.roles.key), (v.v, v.roles.key)):
         inner = [a for a in array.axes[array.axes.index(row) :] if a in batch]
@@ -92,7 +89,7 @@ def _call(op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
         lower=v.band.lower,
         upper=v.band.upper,
         softcap=None if v.softcap is None else v.softcap * v.base,
-        layouts=tuple(_chosen(v, a)[0] for a in (*arrays, v.out)),  # pyright: ignore[reportArgumentType]
+        layouts=tuple(_chosen(v, a)[0] for a in (*arrays, v.out)),
         with_statistics=saving,
     )
     out = _laid_out(v, _layouts(v, v.out)[_chosen(v, v.out)[0]], v.out, op.out_avals[0].shape, out)

@@ -58,7 +58,7 @@ class Variant:
     v: Array
     out: Array
     rows: Array
-    dtypes: tuple[str, str, str, str]
+    dtypes: tuple[str, ...]
     scale: float
     softcap: float | None
     band: Band
@@ -111,7 +111,6 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     v, out_dot = _values(graph, out, p)
     scores = _Scores(graph)
     scores.read(x)
-    values = graph.values
     roles = _roles(graph, keys[0], scores, v, out_dot)
     found = Band()
     for predicate, seen in scores.masks:
@@ -121,11 +120,21 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     if scores.factor * base <= 0:
         raise Unidentified("a scale that is not positive")
     rows = tuple(d for d in x_view.dims if d != keys)
+    q_array, k_array, v_array = (_array(graph, i) for i in (scores.q, scores.k, v))
     return Variant(
-        tuple(graph.axes.items()), roles, *(_array(graph, i) for i in (scores.q, scores.k, v)),
-        Array(-1, _whole(out_view)), Array(-1, rows), tuple(values[i].dtype for i in (scores.q, scores.k, v, out)),
-        scores.factor, scores.softcap, found, base,
-    )  # fmt: skip
+        tuple(graph.axes.items()),
+        roles,
+        q_array,
+        k_array,
+        v_array,
+        Array(-1, _whole(out_view)),
+        Array(-1, rows),
+        tuple(graph.values[i].dtype for i in (scores.q, scores.k, v, out)),
+        scores.factor,
+        scores.softcap,
+        found,
+        base,
+    )
 
 
 def _values(graph: Any, out: int, p: int) -> tuple[int, int]:

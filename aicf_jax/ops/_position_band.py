@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 #: Types in which positions and their differences are exact.
@@ -42,10 +43,10 @@ def band(graph: Any, v: int, query: str, key: str, seen: bool) -> Band:
     if (value.op == "and") == seen and value.op in ("and", "or"):
         a, b = (band(graph, a, query, key, seen) for a in value.args)
         return a & b
-    if value.op in ("ne", "eq") and (inner := _truth(graph, value)) is not None:
+    if value.op in ("ne", "eq") and number(graph, value.args[1]) == 0 and (inner := _truth(graph, value)) is not None:
         return band(graph, inner, query, key, seen == (value.op == "ne"))
-    if value.op == "convert_element_type" and graph.values[value.args[0]].dtype == "bool":
-        return band(graph, value.args[0], query, key, seen)
+    if value.op == "convert_element_type" and value.dtype == "bool" and (inner := _truth(graph, value)) is not None:
+        return band(graph, inner, query, key, seen)
     if value.op == "select_n" and len(value.args) == 3:
         cases = [number(graph, a) for a in value.args[1:]]
         if None not in cases and bool(cases[0]) != bool(cases[1]):
@@ -56,12 +57,13 @@ def band(graph: Any, v: int, query: str, key: str, seen: bool) -> Band:
 
 
 def _truth(graph: Any, value: Any) -> int | None:
-    """The predicate that a comparison with 0 is about, if it is one's conversion to a number."""
-    a, b = value.args
-    if number(graph, b) != 0 or graph.values[a].op != "convert_element_type":
-        return None
-    (inner,) = graph.values[a].args
-    return inner if graph.values[inner].dtype == "bool" else None
+    """The predicate that a value's first argument is as a number, if it is one."""
+    inner = value.args[0]
+    while graph.values[inner].dtype != "bool":
+        if graph.values[inner].op != "convert_element_type":
+            return None
+        (inner,) = graph.values[inner].args
+    return inner
 
 
 def _comparison(graph: Any, value: Any, query: str, key: str, op: str) -> Band:
@@ -108,7 +110,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def number(graph: Any, v: int) -> float | bool | None:
-    """A value that is one known number, None where it is not: constants, and a little arithmetic, rounded as written."""
+    """A value that is one known number, None where it is not: constants and a little arithmetic, rounded as written."""
     value = graph.values[v]
     if value.op == "constant":
         return _rounded(value.param("value"), value.dtype)
@@ -125,7 +127,5 @@ def number(graph: Any, v: int) -> float | bool | None:
 
 
 def _rounded(x: Any, dtype: str) -> float | bool:
-    import jax.numpy as jnp
-
     rounded = np.asarray(x).astype(jnp.dtype(dtype))
     return bool(rounded) if dtype == "bool" else float(rounded)

@@ -27,7 +27,7 @@ class Case:
     lower: int | None = None
     upper: int | None = None
     softcap: float | None = None
-    layouts: tuple[str, str, str, str] = ("bshd",) * 4
+    layouts: tuple[str, ...] = ("bshd",) * 4
     with_statistics: bool = True
     config: ForwardConfig | None = None
 

@@ -1,4 +1,4 @@
-"""Attention as `DeviceCase`s: the kernel, what XLA makes of the equations as people write them, and those in float64."""
+"""Attention as `DeviceCase`s: the kernel, what XLA makes of `jax.nn`'s equations, and those in float64."""
 
 from __future__ import annotations
 

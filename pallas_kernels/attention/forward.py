@@ -49,7 +49,7 @@ class Problem:
     keys: int
     head_dim: int
     dtype: Any
-    layouts: tuple[str, str, str, str]
+    layouts: tuple[str, ...]
     scale: float
     lower: int | None
     upper: int | None
@@ -77,7 +77,7 @@ def forward(
     lower: int | None = None,
     upper: int | None = None,
     softcap: float | None = None,
-    layouts: tuple[str, str, str, str] = ("bshd",) * 4,
+    layouts: tuple[str, ...] = ("bshd",) * 4,
     with_statistics: bool = False,
     config: ForwardConfig | None = None,
     interpret: Any = None,
@@ -107,8 +107,7 @@ def forward(
     problem = _problem(q, k, v, scale, lower, upper, softcap, layouts, with_statistics, config, interpret is not None)
     padded = [_padded(x, layout) for x, layout in zip((q, k, v), layouts, strict=False)]
     out, *statistics = _call(problem, interpret)(*padded)
-    found = (_cut(out, layouts[3].index("s"), problem.queries), *(_cut(x, 2, problem.queries) for x in statistics))
-    return found
+    return _cut(out, layouts[3].index("s"), problem.queries), *(_cut(x, 2, problem.queries) for x in statistics)
 
 
 def _padded(x: Any, layout: str) -> Any:
@@ -169,9 +168,7 @@ def _call(p: Problem, interpret: Any) -> Any:
         grid_names=("head", "block", "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        compiler_params=gpu.CompilerParams(
-            approx_math=True, lowering_semantics=gpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Warpgroup),
         kernel_name="attention",
         interpret=interpret,
     )
@@ -214,8 +211,10 @@ def _body(p: Problem, q: Any, k: Any, v: Any, out: Any, *statistics: Any) -> Non
 
 
 def _limits(p: Problem, first_row: Any) -> tuple[Any, Any, Any, Any]:
-    """``(first, full, ragged, stop)``: blocks of keys that the CTA of some rows visits, of which those in
-    ``full <= block < ragged`` are seen by all its rows as a whole."""
+    """``(first, full, ragged, stop)``: the blocks of keys that the CTA of some rows visits.
+
+    Those in ``full <= block < ragged`` are seen by all its rows as a whole.
+    """
     width, last_row = p.config.block_k, jnp.minimum(first_row + CTA_ROWS, p.queries) - 1
     first, stop = jnp.int32(0), jnp.int32(p.key_blocks)
     full, ragged = jnp.int32(0), jnp.int32(p.keys // width)
@@ -334,7 +333,7 @@ def _step(p: Problem, first: Any, first_row: Any, smem: Any, masked: bool, block
     weight = weight * correction + jnp.sum(e, axis=1)
     total = total * jax.lax.broadcast_in_dim(correction, total.shape, (0,))
     e = e.astype(p.dtype)
-    total, new, weight, e = jax.lax.optimization_barrier((total, power, weight, e))
+    total, power, weight, e = jax.lax.optimization_barrier((total, power, weight, e))
     if c.ping_pong:
         gpu.barrier_wait(smem["turn"].at[wg])
     gpu.barrier_wait(smem["v_loaded"].at[slot])

@@ -17,7 +17,7 @@ def forward(
     lower: int | None = None,
     upper: int | None = None,
     softcap: float | None = None,
-    layouts: tuple[str, str, str, str] = ("bshd",) * 4,
+    layouts: tuple[str, ...] = ("bshd",) * 4,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(O, m, l)`` in `dtype`. Arguments as for `forward.forward`."""
