@@ -30,7 +30,7 @@ KERNEL = Kernel(
     "streamed_attention",
     "attention",
     ("cpu",),
-    {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY},
+    {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY, "variant": ANY},
     _run,
     cost_bytes=_programs.moved_bytes,
     save=_save,

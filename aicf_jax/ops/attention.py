@@ -28,6 +28,7 @@ from aicf_jax.ops import _programs
 from aicf_jax.ops._absorb import absorb
 from aicf_jax.ops._attention_composition import cotangent, products, save, side_by_side
 from aicf_jax.ops._attention_proof import input_names, prove
+from aicf_jax.ops._attention_variant import variant
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp
 from aicf_jax.pattern import Match
 
@@ -82,6 +83,8 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "operand_dtypes": (str(q.dtype), str(k.dtype)),
         "output_dtype": str(op.out_avals[0].dtype),
         "steps": tuple(step.name for step in op.steps),
+        # No kernel wants to know it of wider types.
+        "variant": variant(op) if q.dtype.itemsize <= 2 else f"operands of type {q.dtype}",
     }
 
 

@@ -1,0 +1,48 @@
+"""The equations of the kernel in plain jax, in any precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float = 1.0,
+    lower: int | None = None,
+    upper: int | None = None,
+    softcap: float | None = None,
+    layouts: tuple[str, ...] = ("bshd",) * 4,
+    dtype: Any = jnp.float32,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(O, m, l)`` in `dtype`. Arguments as for `forward.forward`."""
+    q, k, v = (_by_heads(x.astype(dtype), layout) for x, layout in zip((q, k, v), layouts, strict=False))
+    b, h, s, d = q.shape
+    _, heads, t, _ = k.shape
+    q = q.reshape(b, heads, h // heads, s, d)
+    x = jnp.einsum("bkgsd,bktd->bkgst", q, k, precision="highest") * scale
+    if softcap is not None:
+        x = softcap * jnp.tanh(x / softcap)
+    x = jnp.where(seen(s, t, lower, upper), x, -jnp.inf)
+    m = jnp.max(x, -1)
+    e = jnp.exp(x - m[..., None])
+    total = jnp.sum(e, -1)
+    out = jnp.einsum("bkgst,bktd->bkgsd", e / total[..., None], v, precision="highest").reshape(b, h, s, d)
+    return _by_heads(out, layouts[3]), m.reshape(b, h, s), total.reshape(b, h, s)
+
+
+def seen(queries: int, keys: int, lower: int | None, upper: int | None) -> jax.Array:
+    """Which keys each query sees."""
+    distance = jnp.arange(keys) - jnp.arange(queries)[:, None]
+    mask = jnp.ones(distance.shape, bool)
+    mask = mask if lower is None else mask & (distance >= lower)
+    return mask if upper is None else mask & (distance <= upper)
+
+
+def _by_heads(x: jax.Array, layout: str) -> jax.Array:
+    return x if layout == "bhsd" else x.swapaxes(1, 2)

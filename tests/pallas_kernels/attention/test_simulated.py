@@ -1,0 +1,69 @@
+"""Attention in Mosaic GPU's simulator, against float64: right, and without a race."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _compat, _mosaic
+from pallas_kernels.attention import forward, reference
+from pallas_kernels.attention.cases import QUICK, SLOW
+
+#: float32's unit roundoff.
+U32 = 2.0**-24
+
+CASES = [
+    *(pytest.param(c, id=name) for name, c in QUICK.items()),
+    *(pytest.param(c, id=name, marks=pytest.mark.slow) for name, c in SLOW.items()),
+]
+
+
+def exactly(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def score_error(case, q, k):
+    """Of the scores in float32: a sum of D products, and a few roundings of the largest score."""
+    by_heads = [
+        np.abs(exactly(x)) if layout == "bhsd" else np.abs(exactly(x)).swapaxes(1, 2)
+        for x, layout in zip((q, k), case.layouts, strict=False)
+    ]
+    largest = max(np.linalg.norm(x, axis=-1).max() for x in by_heads)
+    return (case.head_dim + 8) * U32 * case.scale * largest**2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case):
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    q, k, v = case.arrays(jax.random.key(0))
+    found = forward(q, k, v, **case.options(), interpret=_mosaic.interpret())
+    assert not _mosaic.races_found()
+    with jax.enable_x64(True):
+        args = [jnp.asarray(exactly(x)) for x in (q, k, v)]
+        out, m, total = (np.asarray(x) for x in reference.forward(*args, **case.equation(), dtype=jnp.float64))
+    assert found[0].dtype == case.dtype and len(found) == (3 if case.with_statistics else 1)
+    # Weights are off by the error of their exponents, twice for their sum, and by their rounding for the product.
+    dx, u = score_error(case, q, k), float(jnp.finfo(case.dtype).eps) / 2
+    weight_error = 2 * dx + u + (case.keys + 16) * U32
+    # Of a row the weights add up to 1.
+    largest = np.abs(exactly(v)).max()
+    tiny = case.keys * float(jnp.finfo(case.dtype).smallest_subnormal)
+    assert np.all(np.abs(exactly(found[0]) - out) <= (weight_error + u) * largest + tiny * largest)
+    if case.with_statistics:
+        log_sum = exactly(found[1]) + np.log(exactly(found[2]))
+        assert np.all(np.abs(exactly(found[1]) - m) <= dx)
+        assert np.all(np.abs(log_sum - m - np.log(total)) <= 2 * dx + (case.keys + 16) * U32)
+        assert found[1].dtype == found[2].dtype == jnp.float32 and found[1].shape == m.shape
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_with_an_infinite_score_is_nan():
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    case = QUICK["ragged, causal to the last key, shared heads"]
+    q, k, v = case.arrays(jax.random.key(0))
+    q = q.at[0, 3, 0].set(jnp.inf)
+    (out, *_) = forward(q, k, v, **case.options(), interpret=_mosaic.interpret())
+    rows = np.isnan(exactly(out)).all(-1)
+    assert rows[0, 3, 0] and rows.sum() == 1
