@@ -176,7 +176,8 @@ def gemm_epilogue(
 
 
 @triton.jit
-def _add(a, b):
+def add(a, b):
+    """How sums are reduced."""
     return a + b
 
 
@@ -211,4 +212,4 @@ def gemm_epilogue_grad(
         tl.store(dz + at, out.to(dz.dtype.element_ty), mask=inside)
         # What lies beyond the last row was read as zeros, which are no rows of dZ.
         total += tl.where(inside, out, 0.0)
-    tl.store(sums + group * n + columns, tl.reduce(total, 0, _add).to(sums.dtype.element_ty), mask=columns < n)
+    tl.store(sums + group * n + columns, tl.reduce(total, 0, add).to(sums.dtype.element_ty), mask=columns < n)
