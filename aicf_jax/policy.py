@@ -14,6 +14,7 @@ TARGETS: Mapping[str, str] = {
     "gpu": "cuda",
     "cuda": "cuda",
     "a100": "cuda",
+    "l4": "cuda",
     "h100": "cuda",
     "h200": "cuda",
     "b200": "cuda",

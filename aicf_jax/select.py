@@ -129,7 +129,8 @@ def refusal_of(kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[
         return refuse("deterministic", "a deterministic kernel", f"{kernel.name} is not")
     if not policy.allows(kernel.numerics):
         return refuse("numerics", f"numerics class {policy.numerics} or stricter", f"class {kernel.numerics}")
-    return None
+    missing = kernel.available() if kernel.available is not None else None
+    return None if missing is None else refuse("environment", *missing)
 
 
 def _slower(kernel: Kernel, op: FusedOp, pattern: str, moved: int, best: str, best_bytes: int) -> Refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Any
 
@@ -56,6 +57,8 @@ class Kernel:
         Inside `jax.shard_map` it runs on the parts that are there.
       partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
         with `saving` what `save` returns counts as results.
+      available: ``() -> None``, or what it needs of its surroundings and what there is instead, as two texts. Asked
+        last, and only of a kernel that is made for the machine.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -78,6 +81,7 @@ class Kernel:
     targets: tuple[str, ...] | None = None
     opaque: bool = False
     partition: Callable[[Any, bool], Any] | None = None
+    available: Callable[[], tuple[str, str] | None] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
@@ -116,5 +120,10 @@ def _gpu_at_hand() -> str:
     """The target that the first GPU of this process is, empty where there is none or one that has no name here."""
     if jax.default_backend() != "gpu":
         return ""
-    kind = jax.devices()[0].device_kind.lower()
-    return next((t for t in TARGETS if t not in GENERIC and t in kind), "")
+    return _named(jax.devices()[0].device_kind)
+
+
+def _named(device_kind: str) -> str:
+    """The target that a device is by its name: an L4, but not an L40."""
+    kind = device_kind.lower()
+    return next((t for t in TARGETS if t not in GENERIC and re.search(rf"{t}(?!\d)", kind)), "")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from aicf_jax.kernels._gemm_epilogue import gradient
 from aicf_jax.kernels._hopper import NARROW, STORED, TARGETS, Where
 from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.ops import FusedOp
-from aicf_jax.ops._matrices import Rows, multiple, rows
+from aicf_jax.ops._matrices import Rows, multiple
 from aicf_jax.ops.epilogue import ACTIVATIONS
 
 
@@ -24,23 +24,10 @@ def _fits(item: Any) -> bool:
     return plain and wanted and item.residual_dtype in STORED and item.sum_dtype in STORED
 
 
-def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    from pallas_kernels.gemm_epilogue import backward
+def _library() -> Any:
+    from pallas_kernels import gemm_epilogue
 
-    shape, attrs = rows(op), op.blob.unpack()
-    assert shape is not None
-    residual, dy = (inputs[i].reshape(shape.m, shape.n) for i in op.steps[0].operands)
-    sums, out = op.out_avals
-    dz, db = backward(
-        residual,
-        dy,
-        activation=str(attrs["activation"]),
-        alpha=float(attrs["alpha"]),  # pyright: ignore[reportArgumentType]
-        from_output=bool(attrs["from_output"]),
-        dz_dtype=out.dtype,
-        db_dtype=sums.dtype,
-    )
-    return db.reshape(sums.shape), dz.reshape(out.shape)
+    return gemm_epilogue
 
 
 _CAPABILITIES: dict[str, Any] = {
@@ -57,7 +44,7 @@ KERNEL = Kernel(
     "gemm_epilogue_grad",
     ("cuda",),
     _CAPABILITIES,
-    _run,
+    gradient(_library),
     targets=TARGETS,
     opaque=True,
 )

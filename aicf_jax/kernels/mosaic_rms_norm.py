@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from aicf_jax.kernels._mosaic_norm import forward_kernel
+from aicf_jax.kernels._norm import forward_kernel
 
 KERNEL = forward_kernel("rms_norm")

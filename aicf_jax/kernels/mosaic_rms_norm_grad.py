@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from aicf_jax.kernels._mosaic_norm import gradient_kernel
+from aicf_jax.kernels._norm import gradient_kernel
 
 KERNEL = gradient_kernel("rms_norm_grad")

@@ -45,7 +45,7 @@ PACKAGES = (
 
 #: Custom calls that appear in what is lowered here and whose form may change with a release of jax; the process that
 #: compiles runs the same one.
-_CUSTOM_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton")
+_CUSTOM_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", "triton_kernel_call_ffi", "triton_kernel_call", "__gpu$xla.gpu.triton")
 
 #: Settings of this process that the compiling one must not have: what it runs on, and how much it optimizes.
 _DROPPED = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_DISABLE_JIT", "PYTHONWARNINGS")
@@ -90,7 +90,7 @@ def compile_for(
     Kernels that ask for the number of multiprocessors get the target's.
 
     Args:
-      target: ``"h200"``, ``"h100"``, ``"a100"`` or ``"b200"``, see `targets`.
+      target: ``"h200"``, ``"h100"``, ``"a100"``, ``"l4"`` or ``"b200"``, see `targets`.
       fn: the function.
       avals: its arguments; arrays, `jax.ShapeDtypeStruct`s, numpy arrays and Python floats are traced, as are arrays of
         PRNG keys. Everything else (strings, None, booleans, integers, callables) is static. Pytrees are welcome.

@@ -37,6 +37,14 @@ class Target:
         """Shared memory that one block may have."""
         return int(self._value("shared_memory_per_block_optin"))
 
+    @property
+    def compute_capability(self) -> int:
+        """As 80 for 8.0."""
+        found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.text)
+        if found is None:
+            raise ValueError(f"target {self.name}: its description has no cuda_compute_capability")
+        return 10 * int(found[1]) + int(found[2] or 0)
+
     def _value(self, key: str) -> str:
         found = re.search(rf"^\s*{key}: (.*)$", self.text, re.M)
         if found is None:

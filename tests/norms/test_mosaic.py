@@ -108,7 +108,7 @@ def kernels_of(f, *args, policy=H200, **options):
 
 def refusals_of(f, *args):
     report = aicf_jax.explain(f, *args, policy=H200)
-    return [(r.code, r.found) for r in report.refusals if r.stage == "select"]
+    return [(r.code, r.found) for r in report.refusals if r.stage == "select" and "mosaic" in r.detail]
 
 
 # -- selection -------------------------------------------------------------------------------------------

@@ -110,13 +110,19 @@ def test_sizes_for_people(count, text):
 
 
 def test_targets():
-    assert aot.targets() == ("a100", "b200", "h100", "h200")
+    assert aot.targets() == ("a100", "b200", "h100", "h200", "l4")
     facts = {name: aot.load_target(name) for name in aot.targets()}
-    assert {name: t.sm_count for name, t in facts.items()} == {"a100": 108, "b200": 148, "h100": 132, "h200": 132}
+    assert {name: t.sm_count for name, t in facts.items()} == {
+        "a100": 108,
+        "b200": 148,
+        "h100": 132,
+        "h200": 132,
+        "l4": 58,
+    }
     assert facts["h200"].device_kind == "NVIDIA H200" and facts["h200"].smem_bytes == 232_448
     assert facts["a100"].smem_bytes == 166_912
 
 
 def test_an_unknown_target():
-    with pytest.raises(ValueError, match="target: expected one of a100, b200, h100, h200, found 'v100'"):
+    with pytest.raises(ValueError, match="target: expected one of a100, b200, h100, h200, l4, found 'v100'"):
         aot.compile_for("v100", lambda x: x, 1.0)

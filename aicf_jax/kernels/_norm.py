@@ -1,10 +1,10 @@
-"""What the Mosaic GPU kernels of norms share: what they can do, and how an operation's arrays become theirs."""
+"""What the GPU kernels of norms share: what they can do, and how an operation's arrays become theirs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +13,58 @@ from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.ops import FusedOp, _norm, nbytes
 from aicf_jax.partition import Partition
 
-#: The machines they are made for.
-TARGETS = ("h100", "h200")
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """Kernels of both directions for some machines.
+
+    Attributes:
+      prefix: of their names.
+      targets: the machines.
+      load: what has ``forward`` and ``backward``; called, and so imported, when a kernel runs.
+      row_bytes: of the longest row, forward and backward.
+      moved: ``op -> bytes`` it moves beside inputs and results.
+      available: see `Kernel`.
+    """
+
+    prefix: str
+    targets: tuple[str, ...]
+    load: Callable[[], Any]
+    row_bytes: tuple[int, int]
+    moved: Callable[[FusedOp], int]
+    available: Callable[[], tuple[str, str] | None] | None = None
+
+    def cost_bytes(self, op: FusedOp) -> int:
+        return op.outer_bytes() + self.moved(op)
+
+    def run(self, op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+        return _forward(self, op, inputs, with_statistics=False)[0]
+
+    def save(self, op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return _forward(self, op, inputs, with_statistics=True)
+
+    def run_gradient(self, op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
+        return _run_gradient(self, op, *inputs)
+
+
+def _load() -> Any:
+    from pallas_kernels import norm
+
+    return norm
+
+
+def _moved(op: FusedOp) -> int:
+    """To pad rows, and the sums of each block."""
+    from pallas_kernels.norm.config import partial_bytes
+
+    count = math.prod(op.in_avals[0].shape) // _norm.row_length(op)
+    itemsize = op.in_avals[0].dtype.itemsize
+    return _padding(op) + parameter_sums(op) * partial_bytes(count, _norm.row_length(op), itemsize)
+
+
+def parameter_sums(op: FusedOp) -> int:
+    """Gradients of parameters that are wanted."""
+    return sum(name in ("dscale", "dbias") for name in op.result_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,59 +118,55 @@ def _capabilities(row_bytes: int, **names: Any) -> dict[str, Any]:
     }
 
 
-def forward_kernel(op: str) -> Kernel:
-    """The kernel of a norm. A row is held in the registers of one warpgroup."""
+def forward_kernel(op: str, library: Library | None = None) -> Kernel:
+    """The kernel of a norm, of Mosaic's where no library is named. A row is held in the registers of one block."""
+    library = library or MOSAIC
     return Kernel(
-        f"mosaic_{op}",
+        f"{library.prefix}_{op}",
         op,
         ("cuda",),
-        _capabilities(32768, inputs=_Each(_INPUTS, frozenset({"X"}))),
-        _run,
-        save=_save,
-        cost_bytes=_forward_bytes,
+        _capabilities(library.row_bytes[0], inputs=_Each(_INPUTS, frozenset({"X"}))),
+        library.run,
+        save=library.save,
+        cost_bytes=library.cost_bytes,
         partition=_partition,
-        targets=TARGETS,
+        targets=library.targets,
         opaque=True,
+        available=library.available,
     )
 
 
-def gradient_kernel(op: str) -> Kernel:
+def gradient_kernel(op: str, library: Library | None = None) -> Kernel:
     """The kernel of a norm's gradient: a row twice, and twice its sums."""
+    library = library or MOSAIC
     return Kernel(
-        f"mosaic_{op}",
+        f"{library.prefix}_{op}",
         op,
         ("cuda",),
         _capabilities(
-            16384,
+            library.row_bytes[1],
             inputs=_Each(_INPUTS | _GIVEN, frozenset({"X", "rstd", "dY"})),
             results=_Each(frozenset("d" + name for name in _INPUTS)),
         ),
-        _run_gradient,
-        cost_bytes=_gradient_bytes,
+        library.run_gradient,
+        cost_bytes=library.cost_bytes,
         partition=_partition_gradient,
-        targets=TARGETS,
+        targets=library.targets,
         opaque=True,
+        available=library.available,
     )
 
 
 # -- forward ---------------------------------------------------------------------------------------------
 
 
-def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    return _forward(op, inputs, with_statistics=False)[0]
-
-
-def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return _forward(op, inputs, with_statistics=True)
-
-
-def _forward(op: FusedOp, inputs: Any, with_statistics: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    from pallas_kernels.norm import forward
-
+def _forward(
+    library: Library, op: FusedOp, inputs: Any, with_statistics: bool
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     names = _norm.input_names(op)
     arrays = {names[i]: x for i, x in enumerate(inputs)}
     x, known = arrays["X"], _norm.sum_result(op)
-    found = forward(
+    found = library.load().forward(
         _rows(op, x),
         *(_parameter(op, name, arrays.get(name)) for name in ("scale", "bias")),
         residual=_rows(op, arrays["R"]) if op.blob["has_residual"] else None,
@@ -139,21 +185,15 @@ def _forward(op: FusedOp, inputs: Any, with_statistics: bool) -> tuple[tuple[Any
     return tuple(results), tuple(s.reshape(shape) for s in saved)
 
 
-def _forward_bytes(op: FusedOp) -> int:
-    return op.outer_bytes() + _padding(op)
-
-
 # -- backward --------------------------------------------------------------------------------------------
 
 
-def _run_gradient(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-    from pallas_kernels.norm import backward
-
+def _run_gradient(library: Library, op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     given = dict(zip(op.input_names, inputs, strict=True))
     wanted = dict(zip(op.result_names, op.out_avals, strict=True))
     summed_again = op.blob["has_residual"] and "S" not in given
     x = given.get("S", given["X"])
-    found = backward(
+    found = library.load().backward(
         _rows(op, given["dY"]),
         _rows(op, x),
         *(given[name].reshape(-1) if name in given else None for name in ("rstd", "mean", "slope")),
@@ -187,16 +227,6 @@ def _folded(op: FusedOp, name: str, total: Any, aval: Any) -> Any:
     kept = _norm.dimensions(op.blob[f"{name}_axes"], len(trailing))
     axes = tuple(d for d in range(len(trailing)) if d not in kept)
     return jnp.sum(total.reshape(trailing), axis=axes).reshape(aval.shape).astype(aval.dtype)
-
-
-def _gradient_bytes(op: FusedOp) -> int:
-    """Inputs and results once, and the sums of each block written and read."""
-    from pallas_kernels.norm.config import partial_bytes
-
-    sums = sum(name in ("dscale", "dbias") for name in op.result_names)
-    count = math.prod(op.in_avals[0].shape) // _norm.row_length(op)
-    itemsize = op.in_avals[0].dtype.itemsize
-    return op.outer_bytes() + _padding(op) + sums * partial_bytes(count, _norm.row_length(op), itemsize)
 
 
 # -- several devices -------------------------------------------------------------------------------------
@@ -250,3 +280,6 @@ def _padding(op: FusedOp) -> int:
     width = padded_length(count, length)
     whole = [a for a in (*op.in_avals, *op.out_avals) if math.prod(a.shape) == count * length]
     return 2 * sum(nbytes(a) for a in whole) * width // length if width > length else 0
+
+
+MOSAIC = Library("mosaic", ("h100", "h200"), _load, (32768, 16384), _moved)

@@ -1,0 +1,140 @@
+"""The portable kernels as candidates: for which machines, refused where jax-triton does not work, and their results."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aicf_jax
+from aicf_jax.kernels import KERNELS, Kernel, _ampere, _gemm_epilogue, _kernel, _norm
+from aicf_jax.kernels import triton_gemm_epilogue as forward
+from aicf_jax.kernels import triton_gemm_epilogue_grad as gradient
+from pallas_kernels import _triton
+
+HAS_TRITON = _triton.unavailable() is None
+A100 = aicf_jax.Policy(target="a100", on_failure="raise")
+TRITON = {k.name for k in KERNELS if k.name.startswith("triton_")}
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def dense(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+ARGS = struct(33, 20), struct(20, 18), struct(18)
+
+
+def rms_norm(x, g):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * g).astype(x.dtype)
+
+
+def test_each_operation_has_one():
+    assert {k.op for k in KERNELS if k.name in TRITON} == {
+        "gemm_epilogue", "gemm_epilogue_grad", "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["a100", "l4"])
+def test_a_machine_of_theirs_gets_them_or_hears_why_not(target):
+    report = aicf_jax.explain(dense, *ARGS, policy=aicf_jax.Policy(target=target))
+    refused = [r for r in report.refusals if "triton_" in r.detail]
+    if HAS_TRITON:
+        assert [f.kernel for f in report.fusions] == ["triton_gemm_epilogue"] and not refused
+    else:
+        assert [f.kernel for f in report.fusions] == ["xla"]
+        assert [(r.stage, r.code) for r in refused] == [("select", "environment")]
+        assert "jax-triton" in refused[0].expected and "Error" in refused[0].found
+
+
+@pytest.mark.parametrize("target", [None, "cpu", "cuda"])
+def test_nobody_else_hears_of_them(target):
+    report = aicf_jax.explain(dense, *ARGS, policy=aicf_jax.Policy(target=target))
+    assert [f.kernel for f in report.fusions] == ["xla"]
+    assert not [r for r in report.refusals if "triton" in str(r)]
+
+
+def test_what_a_kernel_needs_is_asked_last_and_said():
+    asked = []
+
+    def available():
+        asked.append(1)
+        return "a library", "none"
+
+    def explained(**changes):
+        kernel = Kernel("mine", "gemm_epilogue", ("cpu",), forward.KERNEL.capabilities, lambda *_: (), **changes)
+        return aicf_jax.explain(dense, *ARGS, kernels=(kernel,)).refusals
+
+    (refusal,) = explained(available=available)
+    assert (refusal.stage, refusal.code, refusal.expected, refusal.found) == (
+        "select", "environment", "a library", "none",
+    )  # fmt: skip
+    asked.clear()
+    assert explained(available=available, targets=None, deterministic=True) and asked
+    asked.clear()
+    kernel = Kernel("mine", "gemm_epilogue", ("cpu",), {}, lambda *_: (), available=available)
+    (refusal,) = aicf_jax.explain(dense, *ARGS, kernels=(kernel,)).refusals
+    assert refusal.code == "capability" and not asked
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("NVIDIA L4", "l4"), ("NVIDIA L40S", ""), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100")],
+)
+def test_the_gpu_at_hand_is_known_by_its_name(kind, target):
+    assert _kernel._named(kind) == target
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def interpreted(module):
+    return types.SimpleNamespace(
+        forward=functools.partial(module.forward, interpret=True),
+        backward=functools.partial(module.backward, interpret=True),
+    )
+
+
+def on_a_cpu():
+    """The kernels in Triton's interpreter."""
+    run, save = _gemm_epilogue.forward(lambda: interpreted(forward._library()))
+    here = {"platforms": ("cpu",), "targets": None}
+    norms = dataclasses.replace(
+        _ampere.NORMS, targets=None, available=None, load=lambda: interpreted(_ampere.NORMS.load())
+    )
+    return (
+        dataclasses.replace(forward.KERNEL, run=run, save=save, **here),
+        dataclasses.replace(
+            gradient.KERNEL, run=_gemm_epilogue.gradient(lambda: interpreted(gradient._library())), **here
+        ),
+        dataclasses.replace(_norm.forward_kernel("rms_norm", norms), platforms=("cpu",)),
+        dataclasses.replace(_norm.gradient_kernel("rms_norm_grad", norms), platforms=("cpu",)),
+    )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason=f"jax-triton: {_triton.unavailable()}")
+def test_values_and_gradients_of_a_layer():
+    def layer(x, w, b, g):
+        return rms_norm(jax.nn.silu(x @ w + b), g)
+
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.standard_normal(a.shape), "float16") for a in (*ARGS, struct(18))]
+    fused = aicf_jax.fuse(layer, kernels=on_a_cpu(), policy=aicf_jax.Policy(on_failure="raise"))
+    report = aicf_jax.explain(layer, *args, kernels=on_a_cpu())
+    assert [f.kernel for f in report.fusions] == ["triton_gemm_epilogue", "triton_rms_norm"]
+
+    def both(f):
+        y, vjp = jax.vjp(f, *args)
+        return y, *vjp(jnp.ones_like(y))
+
+    # Unfused, each equation rounds to float16: some ten of them, and sums of up to 33 such numbers.
+    for got, want in zip(both(fused), both(layer), strict=True):
+        scale = float(jnp.abs(want).max())
+        np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=0, atol=40 * 2.0**-11 * scale)
