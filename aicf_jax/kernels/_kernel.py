@@ -104,6 +104,12 @@ class Kernel:
     def __hash__(self) -> int:
         return hash((self.name, self.op, self.platforms))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A kernel of the package is pickled by its name: what it runs need not be a function that pickle finds."""
+        from aicf_jax.kernels import KERNELS, named
+
+        return (named, (self.name,)) if any(k is self for k in KERNELS) else super().__reduce_ex__(protocol)
+
     def is_for(self, target: str | None) -> bool:
         """Whether it is made for the machine that a policy names, or for the one at hand where none is named."""
         if self.targets is None or target in self.targets:
