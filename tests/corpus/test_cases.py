@@ -53,6 +53,12 @@ LONG = {
     "g03_gelu_variants",
     "g04_large_logits",
     "h03_deep_models",
+    "b07_weak_types",
+    "d07_export_symbolic",
+    "e02_empty",
+    "f01_linen_mlp_dropout",
+    "g06_accumulation",
+    "k01_lr_sweep",
 }
 QUICK = "value,jit,grad,custom"
 REST = "gradgrad,jvp,hessian,vmap,vmapgrad,scan,remat,dtype,numgrad,linearize"
