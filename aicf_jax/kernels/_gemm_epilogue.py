@@ -9,12 +9,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aicf_jax.kernels._kernel import ANY, Where
 from aicf_jax.ops import FusedOp
-from aicf_jax.ops._matrices import bias_slot, matrices, rows
+from aicf_jax.ops._matrices import Matrices, Rows, bias_slot, matrices, rows
 from aicf_jax.ops.epilogue import ACTIVATIONS
 
+#: Types of operands and results.
+NARROW = ("bfloat16", "float16")
+STORED = ("bfloat16", "float16", "float32")
+
 #: Steps that a kernel of the forward does: between product and result all is float32.
-STEPS = frozenset({"gemm", "bias_add", "convert_element_type", *ACTIVATIONS})
+_STEPS = frozenset({"gemm", "bias_add", "convert_element_type", *ACTIVATIONS})
+
+
+def capabilities(text: str, fits: Callable[[Matrices], bool]) -> dict[str, Any]:
+    """What a forward can take: matrices that `fits`, of which `text` tells, and all else of the family."""
+
+    def holds(item: Any) -> bool:
+        known = isinstance(item, Matrices) and item.bias != "other" and item.bias_dtype in ("none", *STORED)
+        return known and fits(item)
+
+    return {
+        "activation": ACTIVATIONS,
+        "has_bias": ANY,
+        "bias_along": ANY,
+        "batched": ANY,
+        "trans_a": ANY,
+        "trans_b": ANY,
+        "operand_dtypes": tuple((t, t) for t in NARROW),
+        "output_dtype": STORED,
+        "product_dtype": STORED,
+        # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
+        "precision": ANY,
+        "steps": Where("a product, casts, bias and activation", lambda names: _STEPS.issuperset(names)),
+        "formula": ("guarded",),  # NaN and infinity are where the equations have them
+        "matrices": Where(text, holds),
+    }
+
+
+def gradient_capabilities(text: str, fits: Callable[[Rows], bool]) -> dict[str, Any]:
+    """What a gradient can take: rows that `fits`, of which `text` tells, with dZ and its sum both wanted."""
+
+    def holds(item: Any) -> bool:
+        if not isinstance(item, Rows):
+            return False
+        first, *casts, last = item.steps
+        plain = set(casts) <= {"convert_element_type"} and last == "reduce_sum" and item.results == (last, first)
+        return plain and item.residual_dtype in STORED and item.sum_dtype in STORED and fits(item)
+
+    return {
+        "activation": ACTIVATIONS,
+        "from_output": ANY,
+        "summed_axes": ANY,
+        "dtype": NARROW,
+        "formula": ("guarded",),
+        "rows": Where(f"dZ and its sum over rows, {text}", holds),
+    }
 
 
 def forward(library: Callable[[], Any]) -> tuple[Any, Any]:

@@ -32,6 +32,21 @@ class _Any:
 #: A capability without limits.
 ANY: Any = _Any()
 
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Where:
+    """A capability: contains the values for which `holds` is true; prints as `text`."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+    def __contains__(self, item: object) -> bool:
+        return bool(self.holds(item))
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 #: Name of the candidate that is always there: the operation's own equations, compiled by XLA.
 XLA = "xla"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from aicf_jax.kernels._hopper import TARGETS
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.ops import FusedOp, _norm, nbytes
 from aicf_jax.partition import Partition
@@ -282,4 +283,4 @@ def _padding(op: FusedOp) -> int:
     return 2 * sum(nbytes(a) for a in whole) * width // length if width > length else 0
 
 
-MOSAIC = Library("mosaic", ("h100", "h200"), _load, (32768, 16384), _moved)
+MOSAIC = Library("mosaic", TARGETS, _load, (32768, 16384), _moved)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aicf_jax.kernels._hopper import NARROW, TARGETS, Where
-from aicf_jax.kernels._kernel import ANY, Kernel
+from aicf_jax.kernels._gemm_epilogue import NARROW
+from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._kernel import ANY, Kernel, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 

@@ -8,18 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aicf_jax.kernels._gemm_epilogue import STEPS, forward
-from aicf_jax.kernels._hopper import NARROW, STORED, TARGETS, Where
-from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.ops._matrices import Matrices
-from aicf_jax.ops.epilogue import ACTIVATIONS
-
-
-def _fits(item: Any) -> bool:
-    """TMA moves rows of 16 bytes; its descriptor tiles an array by 8 rows of at least 16 elements."""
-    if not isinstance(item, Matrices) or item.bias == "other":
-        return False
-    return item.contiguous >= 16 and item.strided >= 8 and item.bias_dtype in ("none", *STORED)
+from aicf_jax.kernels._gemm_epilogue import capabilities, forward
+from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._kernel import Kernel
 
 
 def _library() -> Any:
@@ -30,28 +21,15 @@ def _library() -> Any:
 
 _RUN, _SAVE = forward(_library)
 
-_CAPABILITIES: dict[str, Any] = {
-    "activation": ACTIVATIONS,
-    "has_bias": ANY,
-    "bias_along": ANY,
-    "batched": ANY,
-    "trans_a": ANY,
-    "trans_b": ANY,
-    "operand_dtypes": tuple((t, t) for t in NARROW),
-    "output_dtype": STORED,
-    "product_dtype": STORED,
-    # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
-    "precision": ANY,
-    "steps": Where("a product, casts, bias and activation", lambda names: STEPS.issuperset(names)),
-    "formula": ("guarded",),  # NaN and infinity are where the equations have them
-    "matrices": Where("matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits),
-}
-
 KERNEL = Kernel(
     "mosaic_gemm_epilogue",
     "gemm_epilogue",
     ("cuda",),
-    _CAPABILITIES,
+    # TMA moves rows of 16 bytes; its descriptor tiles an array by 8 rows of at least 16 elements.
+    capabilities(
+        "matrices whose last dimensions are multiples of 16 and whose others are multiples of 8",
+        lambda item: item.contiguous >= 16 and item.strided >= 8,
+    ),
     _RUN,
     save=_SAVE,
     targets=TARGETS,

@@ -9,19 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._ampere import TARGETS, available
-from aicf_jax.kernels._gemm_epilogue import STEPS, forward
-from aicf_jax.kernels._hopper import NARROW, STORED, Where
-from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.ops._matrices import Matrices
-from aicf_jax.ops.epilogue import ACTIVATIONS
-
-
-def _fits(item: Any) -> bool:
-    """Offsets in a matrix are 32-bit numbers."""
-    if not isinstance(item, Matrices) or item.bias == "other":
-        return False
-    most = max(item.m * item.k, item.k * item.n, item.m * item.n)
-    return most < 2**31 and item.bias_dtype in ("none", *STORED)
+from aicf_jax.kernels._gemm_epilogue import capabilities, forward
+from aicf_jax.kernels._kernel import Kernel
 
 
 def _library() -> Any:
@@ -32,28 +21,15 @@ def _library() -> Any:
 
 _RUN, _SAVE = forward(_library)
 
-_CAPABILITIES: dict[str, Any] = {
-    "activation": ACTIVATIONS,
-    "has_bias": ANY,
-    "bias_along": ANY,
-    "batched": ANY,
-    "trans_a": ANY,
-    "trans_b": ANY,
-    "operand_dtypes": tuple((t, t) for t in NARROW),
-    "output_dtype": STORED,
-    "product_dtype": STORED,
-    # Products of 16-bit numbers are exact in float32, which is what any precision asks for.
-    "precision": ANY,
-    "steps": Where("a product, casts, bias and activation", lambda names: STEPS.issuperset(names)),
-    "formula": ("guarded",),  # as for Hopper
-    "matrices": Where("matrices of less than 2^31 elements", _fits),
-}
-
 KERNEL = Kernel(
     "triton_gemm_epilogue",
     "gemm_epilogue",
     ("cuda",),
-    _CAPABILITIES,
+    # Offsets in a matrix are 32-bit numbers.
+    capabilities(
+        "matrices of less than 2^31 elements",
+        lambda item: max(item.m * item.k, item.k * item.n, item.m * item.n) < 2**31,
+    ),
     _RUN,
     save=_SAVE,
     targets=TARGETS,

@@ -192,7 +192,7 @@ def saved_statistics(op: FusedOp) -> tuple[str, ...]:
 # -- forward and backward --------------------------------------------------------------------------------
 
 
-def _wide(op: FusedOp, x: Any) -> Any:
+def wide(op: FusedOp, x: Any) -> Any:
     """In float32, or in a wider type that the equations compute in."""
     types = (op.blob["statistics"], *(a.dtype for a in (*op.in_avals, *op.out_avals)))
     return x.astype(functools.reduce(jnp.promote_types, types, jnp.dtype("float32")))
@@ -209,15 +209,20 @@ def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     below 0, and 1/2 at 0 as jax has it.
     """
     slots = op.evaluate(inputs)
-    x, formula = _wide(op, slots[_slots(op)[0]]), op.blob["variance"]
+    x, formula = wide(op, slots[_slots(op)[0]]), op.blob["variance"]
     saved = [] if formula == "mean_square" else [_mean(op, x)]
     variance = _mean(op, jnp.square(x - saved[0] if formula == "centered" else x))
     if formula == "moments":
         variance = variance - jnp.square(saved[0])
     saved.append(jax.lax.rsqrt((jnp.maximum(variance, 0) if op.blob["clamped"] else variance) + op.blob["eps"]))
     if op.blob["clamped"]:
-        saved.append(jnp.where(variance > 0, 1.0, jnp.where(variance == 0, 0.5, 0.0)).astype(x.dtype))
+        saved.append(slope_of(variance))
     return [slots[s] for s in op.results], saved
+
+
+def slope_of(variance: Any) -> Any:
+    """The derivative of ``max(0, v)``: 1, 0 below 0, and 1/2 at 0 as jax has it."""
+    return jnp.where(variance > 0, 1.0, jnp.where(variance == 0, 0.5, 0.0)).astype(variance.dtype)
 
 
 def cotangent(
@@ -232,12 +237,12 @@ def cotangent(
     slot, scale, bias = _slots(op)
     known = sum_result(op)
     # Without a result of its own the sum is added up again: two arrays read for one kept.
-    x = _wide(op, results[known] if known is not None else _summed_again(op, inputs))
+    x = wide(op, results[known] if known is not None else _summed_again(op, inputs))
     x, kept, cts = recomputed((x, list(saved), list(cts)))
     given = dict(zip(op.results, cts, strict=True))
     aval = op.slot_avals[slot]
     found: dict[int, Any] = {}
-    dx = None if given.get(slot) is None else _wide(op, given[slot])
+    dx = None if given.get(slot) is None else wide(op, given[slot])
     dy = given[op.results[0]]
     if dy is not None:
         dy = dy.astype(x.dtype)
@@ -246,8 +251,8 @@ def cotangent(
         normalized = centered * rstd
         for where, name, term in ((scale, "scale", lambda: dy * normalized), (bias, "bias", lambda: dy)):
             if where is not None and where in wanted:
-                found[where] = _summed(op, name, term(), op.in_avals[where])
-        g = dy if scale is None else dy * _beside(op, _wide(op, inputs[scale]))
+                found[where] = summed(op, name, term(), op.in_avals[where])
+        g = dy if scale is None else dy * beside(op, wide(op, inputs[scale]))
         along = normalized * _mean(op, g * normalized)
         inner = g - (along * kept.pop(0) if op.blob["clamped"] else along)
         if op.blob["variance"] != "mean_square":
@@ -269,14 +274,14 @@ def _summed_again(op: FusedOp, inputs: Sequence[Any]) -> Any:
     return found
 
 
-def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
+def summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
     """A sum over the dimensions along which scale or bias are constant, shaped like it."""
     kept = dimensions(op.blob[f"{name}_axes"], term.ndim)
     total = jnp.sum(term, axis=tuple(d for d in range(term.ndim) if d not in kept))
     return total.reshape(aval.shape).astype(aval.dtype)
 
 
-def _beside(op: FusedOp, scale: Any) -> Any:
+def beside(op: FusedOp, scale: Any) -> Any:
     """The scale beside what is normalized."""
     shape = op.out_avals[0].shape
     kept = dimensions(op.blob["scale_axes"], len(shape))

@@ -23,7 +23,6 @@ Ioffe and Szegedy, "Batch normalization", 2015; Ulyanov, Vedaldi and Lempitsky, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ from aicf_jax.attrs import Field, Schema
 from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
-from aicf_jax.ops._norm import FORMULAS, bits, dimensions
+from aicf_jax.ops._norm import FORMULAS, beside, bits, dimensions, slope_of, summed, wide
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step, nbytes
 from aicf_jax.ops.epilogue import ACTIVATIONS
 from aicf_jax.pattern import Match
@@ -162,12 +161,6 @@ def _saved_names(op: FusedOp) -> tuple[str, ...]:
 # -- forward and backward --------------------------------------------------------------------------------
 
 
-def _wide(op: FusedOp, x: Any) -> Any:
-    """In float32, or in a wider type that the equations compute in."""
-    types = (op.blob["statistics"], *(a.dtype for a in (*op.in_avals, *op.out_avals)))
-    return x.astype(functools.reduce(jnp.promote_types, types, jnp.dtype("float32")))
-
-
 def _mean(op: FusedOp, x: Any) -> Any:
     return jnp.mean(x, axis=dimensions(op.blob["axes"], x.ndim), keepdims=True)
 
@@ -175,14 +168,14 @@ def _mean(op: FusedOp, x: Any) -> Any:
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """``(results, [mean, rstd, slope, Z])``, the first three one a channel; slope of a clamped variance only."""
     slots = op.evaluate(inputs)
-    x = _wide(op, slots[_slots(op)[0]])
+    x = wide(op, slots[_slots(op)[0]])
     mean = _mean(op, x)
     centered = op.blob["variance"] == "centered"
     variance = _mean(op, jnp.square(x - mean)) if centered else _mean(op, jnp.square(x)) - jnp.square(mean)
     rstd = jax.lax.rsqrt((jnp.maximum(variance, 0) if op.blob["clamped"] else variance) + op.blob["eps"])
     saved = [mean, rstd]
     if op.blob["clamped"]:
-        saved.append(jnp.where(variance > 0, 1.0, jnp.where(variance == 0, 0.5, 0.0)).astype(x.dtype))
+        saved.append(slope_of(variance))
     if "Z" in _saved_names(op):
         saved.append(slots[len(op.in_avals)])
     return [slots[s] for s in op.results], saved
@@ -199,7 +192,7 @@ def cotangent(
     """See the module's docstring."""
     slot, scale, bias = _slots(op)
     given = {s: ct for s, ct in zip(op.results, cts, strict=True) if ct is not None}
-    x = _wide(op, inputs[slot])
+    x = wide(op, inputs[slot])
     mean, rstd, *more = saved
     slope = more[0] if op.blob["clamped"] else 1.0
     normalized = (x - mean) * rstd
@@ -210,8 +203,8 @@ def cotangent(
         dz = dz.astype(x.dtype)
         for where, name, term in ((scale, "scale", lambda: dz * normalized), (bias, "bias", lambda: dz)):
             if where is not None and where in wanted:
-                found[where] = _summed(op, name, term(), op.in_avals[where])
-        g = dz if scale is None else dz * _beside(op, _wide(op, inputs[scale]), x.shape)
+                found[where] = summed(op, name, term(), op.in_avals[where])
+        g = dz if scale is None else dz * beside(op, wide(op, inputs[scale]))
         inner = rstd * (g - _mean(op, g) - normalized * slope * _mean(op, g * normalized))
         dx = inner if dx is None else inner + dx
     if dx is not None:
@@ -242,24 +235,11 @@ def _of_statistics(op: FusedOp, centered: Any, slope: Any, given: Mapping[int, A
         ct = given.get(first + k)
         if ct is None:
             continue
-        term = _wide(op, ct).reshape(shape) / count
+        term = wide(op, ct).reshape(shape) / count
         if kind != "mean":
             term = 2 * centered * term * (slope if kind == "clamped" else 1.0)
         total = term if total is None else total + term
     return total
-
-
-def _summed(op: FusedOp, name: str, term: Any, aval: Any) -> Any:
-    """A sum over the dimensions along which scale or bias are constant, shaped like it."""
-    kept = dimensions(op.blob[f"{name}_axes"], term.ndim)
-    total = jnp.sum(term, axis=tuple(d for d in range(term.ndim) if d not in kept))
-    return total.reshape(aval.shape).astype(aval.dtype)
-
-
-def _beside(op: FusedOp, scale: Any, shape: Sequence[int]) -> Any:
-    """The scale beside X."""
-    kept = dimensions(op.blob["scale_axes"], len(shape))
-    return scale.reshape([n if d in kept else 1 for d, n in enumerate(shape)])
 
 
 def _not_by_step(op: FusedOp) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
+from pallas_kernels.gemm_epilogue.arguments import checked, expect
 from pallas_kernels.gemm_epilogue.config import (
     ATOM_ROWS,
     BackwardConfig,
@@ -93,29 +94,19 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found. N must be a multiple of 16 and M of 8.
     """
-    _expect("residual", residual.ndim == 2, "two dimensions", residual.shape)
-    _expect("dy", dy.shape == residual.shape, f"the residual's shape {residual.shape}", dy.shape)
-    _expect("activation", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}", activation)
-    known = ACTIVATIONS[activation].from_output
-    from_output = known if from_output is None else from_output
-    _expect("from_output", known or not from_output, f"False for {activation}", from_output)
+    is_output = checked(residual, dy, activation, from_output)
     m, n = dy.shape
-    _expect("dy", m > 0 and m % ATOM_ROWS == 0, f"a multiple of {ATOM_ROWS} rows", dy.shape)
-    _expect("dy", n > 0 and n % 16 == 0, "a multiple of 16 columns", dy.shape)
+    expect("backward", "dy", m > 0 and m % ATOM_ROWS == 0, f"a multiple of {ATOM_ROWS} rows", dy.shape)
+    expect("backward", "dy", n > 0 and n % 16 == 0, "a multiple of 16 columns", dy.shape)
     dz, db = (jnp.dtype(d or dy.dtype) for d in (dz_dtype, db_dtype))
     if config is None:
         config = default_backward(m, n, [itemsize_of(x.dtype) for x in (residual, dy)], itemsize_of(dz))
     summed = db if config.groups == 1 else jnp.dtype("float32")
     p = _Problem(
-        m, n, jnp.dtype(residual.dtype), jnp.dtype(dy.dtype), dz, summed, activation, float(alpha), from_output, config
+        m, n, jnp.dtype(residual.dtype), jnp.dtype(dy.dtype), dz, summed, activation, float(alpha), is_output, config
     )  # fmt: skip
     out, sums = _call(p, interpret)(residual, dy)
     return out, sums[0] if config.groups == 1 else jnp.sum(sums, 0).astype(db)
-
-
-def _expect(name: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ValueError(f"backward({name}=...): expected {expected}, found {found!r}")
 
 
 def _call(p: _Problem, interpret: Any) -> Any:

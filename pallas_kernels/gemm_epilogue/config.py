@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
+from pallas_kernels.gemm_epilogue.arguments import cheapest
 
 #: Widths of a row of shared memory that TMA and wgmma agree on, in bytes (swizzle modes).
 SWIZZLES = (128, 64, 32)
@@ -86,19 +87,8 @@ _TILES = ((128, 256, "m"), (128, 128, "m"), (128, 64, "m"), (64, 256, "n"), (64,
 def default_forward(
     shapes: tuple[int, int, int], itemsize: int, stored: Sequence[int], sm_count: int | None = None
 ) -> ForwardConfig:
-    """A configuration for ``(batch, m, n)`` and results of these item sizes.
-
-    Waves of CTAs times the time of a tile, where a tile costs what it multiplies or what it loads, whichever is more.
-    """
-    batch, m, n = shapes
-    sms = _mosaic.sm_count(sm_count)
-
-    def cost(tile: tuple[int, int, str]) -> float:
-        rows, columns, _ = tile
-        waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / sms)
-        return waves * max(rows * columns, 96 * (rows + columns))
-
-    tile_m, tile_n, split = min(_TILES, key=cost)
+    """A configuration for ``(batch, m, n)`` and results of these item sizes."""
+    tile_m, tile_n, split = cheapest(_TILES, *shapes, sm_count)
     stages = 8
     while stages > 2:
         config = ForwardConfig(tile_m, tile_n, 64, stages, split, sm_count=sm_count)

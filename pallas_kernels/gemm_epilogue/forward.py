@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
+from pallas_kernels.gemm_epilogue.arguments import expect, product
 from pallas_kernels.gemm_epilogue.config import (
     ATOM_ROWS,
     ForwardConfig,
@@ -107,11 +108,6 @@ def forward(
     return tuple(_call(problem, interpret)(a, b, *(() if bias is None else (bias,))))
 
 
-def _expect(name: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ValueError(f"forward({name}=...): expected {expected}, found {found!r}")
-
-
 def _problem(
     a: Any,
     b: Any,
@@ -125,32 +121,20 @@ def _problem(
     z_dtype: Any,
     config: ForwardConfig | None,
 ) -> _Problem:
-    _expect("a", str(a.dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(a.dtype))
-    _expect("b", b.dtype == a.dtype, f"a's dtype {a.dtype}", str(b.dtype))
-    _expect("a", a.ndim in (2, 3), "two dimensions, or three with a batch", a.shape)
-    _expect("b", b.ndim == a.ndim and b.shape[:-2] == a.shape[:-2], f"the batch of a, {a.shape[:-2]}", b.shape)
-    _expect("activation", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}", activation)
-    _expect("bias_along", bias_along in ("n", "m"), "'n' or 'm'", bias_along)
-    m, k = a.shape[-2:][::-1] if trans_a else a.shape[-2:]
-    k2, n = b.shape[-2:][::-1] if trans_b else b.shape[-2:]
-    _expect("b", k2 == k, f"a contracted dimension of {k}", b.shape)
-    along = {"n": n, "m": m}[bias_along]
-    _expect("bias", bias is None or bias.shape == (along,), f"shape ({along},)", None if bias is None else bias.shape)
+    found = product(a, b, bias, activation=activation, trans_a=trans_a, trans_b=trans_b, bias_along=bias_along)
     outputs = [("y", jnp.dtype(out_dtype or a.dtype))]
     if z_dtype is not None:
         outputs.append(("z", jnp.dtype(z_dtype)))
     for name, x in (("a", a), ("b", b)):
-        _expect(name, x.shape[-1] % 16 == 0, "a multiple of 16 as its last dimension", x.shape)
-        _expect(name, x.shape[-2] % ATOM_ROWS == 0, f"a multiple of {ATOM_ROWS} before it", x.shape)
-    _expect("b", n % 16 == 0, "a multiple of 16 columns of the result", n)
-    _expect("a", 0 not in (*a.shape, *b.shape), "no empty dimension", a.shape)
-    batch = a.shape[0] if a.ndim == 3 else None
+        expect("forward", name, x.shape[-1] % 16 == 0, "a multiple of 16 as its last dimension", x.shape)
+        expect("forward", name, x.shape[-2] % ATOM_ROWS == 0, f"a multiple of {ATOM_ROWS} before it", x.shape)
+    expect("forward", "b", found.n % 16 == 0, "a multiple of 16 columns of the result", found.n)
     sizes = [itemsize_of(dtype) for _, dtype in outputs]
-    config = config or default_forward((batch or 1, m, n), itemsize_of(a.dtype), sizes)
+    config = config or default_forward((found.batch or 1, found.m, found.n), itemsize_of(a.dtype), sizes)
     along_and_dtype = None if bias is None else (bias_along, jnp.dtype(bias.dtype))
     return _Problem(
-        batch, m, n, k, trans_a, trans_b, jnp.dtype(a.dtype), along_and_dtype, activation, float(alpha),
-        tuple(outputs), config,
+        found.batch, found.m, found.n, found.k, trans_a, trans_b, jnp.dtype(a.dtype), along_and_dtype, activation,
+        float(alpha), tuple(outputs), config,
     )  # fmt: skip
 
 

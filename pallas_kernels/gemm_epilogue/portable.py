@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic, _triton
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
+from pallas_kernels.gemm_epilogue.arguments import cheapest, checked, expect, product
 
 _MODULE = "pallas_kernels.gemm_epilogue.triton_kernels"
 
@@ -93,15 +94,8 @@ _TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4),
 
 
 def default_tiles(batch: int, m: int, n: int, sm_count: int | None = None) -> TileConfig:
-    """By shape: waves of CTAs times the time of a tile, which is what it multiplies or what it loads."""
-    sms = _mosaic.sm_count(sm_count)
-
-    def cost(tile: tuple[int, int, int]) -> float:
-        rows, columns, _ = tile
-        waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / sms)
-        return waves * max(rows * columns, 96 * (rows + columns))
-
-    block_m, block_n, warps = min(_TILES, key=cost)
+    """By shape."""
+    block_m, block_n, warps = cheapest(_TILES, batch, m, n, sm_count)
     return TileConfig(block_m, block_n, 32, 3 if block_n == 256 else 4, warps)
 
 
@@ -135,23 +129,13 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    _expect("a", str(a.dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(a.dtype))
-    _expect("b", b.dtype == a.dtype, f"a's dtype {a.dtype}", str(b.dtype))
-    _expect("a", a.ndim in (2, 3), "two dimensions, or three with a batch", a.shape)
-    _expect("b", b.ndim == a.ndim and b.shape[:-2] == a.shape[:-2], f"the batch of a, {a.shape[:-2]}", b.shape)
-    _expect("activation", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}", activation)
-    _expect("bias_along", bias_along in ("n", "m"), "'n' or 'm'", bias_along)
-    m, k = a.shape[-2:][::-1] if trans_a else a.shape[-2:]
-    k2, n = b.shape[-2:][::-1] if trans_b else b.shape[-2:]
-    _expect("b", k2 == k, f"a contracted dimension of {k}", b.shape)
-    along = {"n": n, "m": m}[bias_along]
-    _expect("bias", bias is None or bias.shape == (along,), f"shape ({along},)", None if bias is None else bias.shape)
-    _expect("a", 0 not in (*a.shape, *b.shape), "no empty dimension", a.shape)
-    _expect("a", max(m * k, k * n, m * n) <= MOST, f"matrices of at most {MOST} elements", (m, n, k))
-    batch = a.shape[0] if a.ndim == 3 else 1
-    shape = (*a.shape[:-2], m, n)
+    found = product(a, b, bias, activation=activation, trans_a=trans_a, trans_b=trans_b, bias_along=bias_along)
+    m, n, k, shape = found.m, found.n, found.k, found.shape
+    largest = max(m * k, k * n, m * n)
+    expect("forward", "a", largest <= MOST, f"matrices of at most {MOST} elements", (m, n, k))
+    batch = found.batch or 1
     c = config or default_tiles(batch, m, n)
-    found = _triton.call(
+    results = _triton.call(
         _MODULE,
         "gemm_epilogue",
         {"a": a, "b": b, "bias": bias},
@@ -170,7 +154,7 @@ def forward(
         products=("a", "b"),
         interpret=interpret,
     )
-    return tuple(found[name] for name in ("y", "z") if name in found)
+    return tuple(results[name] for name in ("y", "z") if name in results)
 
 
 def backward(
@@ -192,13 +176,8 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    _expect("residual", residual.ndim == 2, "two dimensions", residual.shape)
-    _expect("dy", dy.shape == residual.shape, f"the residual's shape {residual.shape}", dy.shape)
-    _expect("dy", 0 < dy.size <= MOST, f"1 to {MOST} elements", dy.shape)
-    _expect("activation", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}", activation)
-    known = ACTIVATIONS[activation].from_output
-    from_output = known if from_output is None else from_output
-    _expect("from_output", known or not from_output, f"False for {activation}", from_output)
+    is_output = checked(residual, dy, activation, from_output)
+    expect("backward", "dy", 0 < dy.size <= MOST, f"1 to {MOST} elements", dy.shape)
     m, n = dy.shape
     dz, db = (jnp.dtype(d or dy.dtype) for d in (dz_dtype, db_dtype))
     c = config or default_stripes(m, n)
@@ -212,7 +191,13 @@ def backward(
         {"dz": jax.ShapeDtypeStruct((m, n), dz), "sums": jax.ShapeDtypeStruct((groups, n), summed)},
         (math.ceil(n / c.block_n), groups),
         constants={
-            **{"m": m, "n": n, "activation": activation, "alpha": float(alpha), "activate": known and not from_output},
+            **{
+                "m": m,
+                "n": n,
+                "activation": activation,
+                "alpha": float(alpha),
+                "activate": ACTIVATIONS[activation].from_output and not is_output,
+            },
             **{"block_m": c.block_m, "block_n": c.block_n, "steps": steps},
         },
         num_warps=c.warps,
@@ -220,8 +205,3 @@ def backward(
     )
     sums = found["sums"]
     return found["dz"], sums[0] if groups == 1 else jnp.sum(sums, 0).astype(db)
-
-
-def _expect(name: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, found {found!r}")

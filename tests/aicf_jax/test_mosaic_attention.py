@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 import aicf_jax
 from aicf_jax.kernels import mosaic_attention
-from aicf_jax.kernels._hopper import Where
+from aicf_jax.kernels._kernel import Where
 from aicf_jax.ops._attention_variant import Variant
 from pallas_kernels import _compat, _mosaic, attention
 from pallas_kernels.attention import ForwardConfig, reference
