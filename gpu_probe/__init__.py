@@ -1,4 +1,5 @@
 """GPU Probing Lab: measures a machine into a hardware property map.
 
-Reserved for the probing milestone (see docs/design); it holds no code yet.
+The probes come with a later milestone (see docs/design). So far it holds `files`, with which every package writes: it
+stands here because the others may import this package and not the other way round.
 """
