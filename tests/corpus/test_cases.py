@@ -85,6 +85,15 @@ def run(case: str, checks: str, tmp_path: Path) -> list[dict]:
     return [r for r in rows if r["result"] != "pass" and not r["mode"].endswith("_time")]
 
 
+@pytest.fixture(autouse=True)
+def _optimized(request):
+    """Slow cases are compiled as for users: some compare a program that is compiled with the same one run eagerly."""
+    few = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", few and request.node.get_closest_marker("slow") is None)
+    yield
+    jax.config.update("jax_disable_most_optimizations", few)
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES])
 def test_case(case, tmp_path):
     assert run(case, QUICK, tmp_path) == []
