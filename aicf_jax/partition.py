@@ -23,11 +23,23 @@ class Partition:
     Attributes:
       inputs, results: names of dimensions.
       sums: results that are the sum over the parts: along names that they do not have, inputs were split.
+      contracted: ``contracted(axes, *inputs) -> results``, what runs on a part where a name that no result has is
+        split, over these axes of the mesh; it adds up over them what it has to. None: each result is in `sums`, or
+        there are no such names.
     """
 
     inputs: Names
     results: Names
     sums: tuple[int, ...] = ()
+    contracted: Callable[..., Sequence[Any]] | None = None
+
+    @property
+    def inner(self) -> frozenset[str]:
+        """Names that no result has, where what runs sums over them itself."""
+        if self.contracted is None:
+            return frozenset()
+        outer = {name for names in self.results for name in names}
+        return frozenset(name for names in self.inputs for name in names if name is not None and name not in outer)
 
     def rule(self) -> tuple[str, tuple[str, ...]]:
         """The sharding rule as `custom_partitioning` wants it, and the names of what has to be whole."""
@@ -57,7 +69,8 @@ def split(f: Callable[..., Sequence[Any]], partition: Partition) -> Callable[...
             return NamedSharding(mesh, PartitionSpec(*(axes.get(n or "") for n in names)))
 
         def lower(*inputs: Any) -> tuple[Any, ...]:
-            found = list(f(*inputs))
+            inner = tuple(a for name in sorted(partition.inner) for a in _flat(axes.get(name)))
+            found = list(partition.contracted(inner, *inputs) if partition.contracted and inner else f(*inputs))
             over = {k: _beyond(axes, partition.results[k]) for k in partition.sums}
             for axes_of in sorted({a for a in over.values() if a}):
                 where = [k for k, a in over.items() if a == axes_of]

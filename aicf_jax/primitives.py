@@ -120,8 +120,12 @@ def _lowering(platform: str | None) -> Any:
 def _on_parts(op: FusedOp, kernel: Any, residual: bool) -> Any:
     """A kernel that XLA cannot split, split by its own rule; None where it has none, or for `Policy.verify`."""
     saving = residual and _has_residual(op, residual)
-    rule = kernel.partition
-    if rule is None or (saving and kernel.save is None) or op.context.policy.verify or primitive_of(op) is fused_p:
+    if kernel.partition is None or (saving and kernel.save is None):
+        return None
+    if op.context.policy.verify or primitive_of(op) is fused_p:
+        return None
+    rule = kernel.partition(op, saving)
+    if rule is None:
         return None
 
     def on_a_part(*inputs: Any) -> list[Any]:
@@ -130,7 +134,7 @@ def _on_parts(op: FusedOp, kernel: Any, residual: bool) -> Any:
         out, saved = kernel.save(op, *inputs)
         return [*out, *saved]
 
-    return partition.split(on_a_part, rule(op, saving))
+    return partition.split(on_a_part, rule)
 
 
 for _fused in (fused_p, split_p):

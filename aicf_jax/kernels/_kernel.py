@@ -71,7 +71,7 @@ class Kernel:
         several devices, it is split as `partition` says, or the equations run in its place and partition as unfused.
         Inside `jax.shard_map` it runs on the parts that are there.
       partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
-        with `saving` what `save` returns counts as results.
+        with `saving` what `save` returns counts as results. It may return None, for no partition.
       available: ``() -> None``, or what it needs of its surroundings and what there is instead, as two texts. Asked
         last, and only of a kernel that is made for the machine.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.

@@ -11,6 +11,7 @@ from typing import Any
 from aicf_jax.kernels._gemm_epilogue import capabilities, forward
 from aicf_jax.kernels._hopper import TARGETS
 from aicf_jax.kernels._kernel import Kernel
+from aicf_jax.ops._matrices import Matrices
 
 
 def _library() -> Any:
@@ -19,19 +20,17 @@ def _library() -> Any:
     return gemm_epilogue
 
 
-_RUN, _SAVE = forward(_library)
+def _fits(item: Matrices) -> bool:
+    """TMA moves rows of 16 bytes; its descriptor tiles an array by 8 rows of at least 16 elements."""
+    return item.contiguous >= 16 and item.strided >= 8
+
 
 KERNEL = Kernel(
     "mosaic_gemm_epilogue",
     "gemm_epilogue",
     ("cuda",),
-    # TMA moves rows of 16 bytes; its descriptor tiles an array by 8 rows of at least 16 elements.
-    capabilities(
-        "matrices whose last dimensions are multiples of 16 and whose others are multiples of 8",
-        lambda item: item.contiguous >= 16 and item.strided >= 8,
-    ),
-    _RUN,
-    save=_SAVE,
+    capabilities("matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits),
+    **forward(_library, _fits),
     targets=TARGETS,
     opaque=True,
 )

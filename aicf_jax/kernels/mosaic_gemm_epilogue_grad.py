@@ -10,7 +10,7 @@ from typing import Any
 from aicf_jax.kernels._gemm_epilogue import gradient, gradient_capabilities
 from aicf_jax.kernels._hopper import TARGETS
 from aicf_jax.kernels._kernel import Kernel
-from aicf_jax.ops._matrices import multiple
+from aicf_jax.ops._matrices import Rows, multiple
 
 
 def _library() -> Any:
@@ -19,16 +19,17 @@ def _library() -> Any:
     return gemm_epilogue
 
 
+def _fits(item: Rows) -> bool:
+    """Whole atoms of shared memory (see `mosaic_gemm_epilogue`)."""
+    return multiple(item.n) >= 16 and multiple(item.m) >= 8
+
+
 KERNEL = Kernel(
     "mosaic_gemm_epilogue_grad",
     "gemm_epilogue_grad",
     ("cuda",),
-    # Whole atoms of shared memory (see `mosaic_gemm_epilogue`).
-    gradient_capabilities(
-        "their number a multiple of 8 and that of columns of 16",
-        lambda item: multiple(item.n) >= 16 and multiple(item.m) >= 8,
-    ),
-    gradient(_library),
+    gradient_capabilities("their number a multiple of 8 and that of columns of 16", _fits),
+    **gradient(_library, _fits),
     targets=TARGETS,
     opaque=True,
 )

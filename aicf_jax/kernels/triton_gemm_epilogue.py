@@ -11,6 +11,7 @@ from typing import Any
 from aicf_jax.kernels._ampere import TARGETS, available
 from aicf_jax.kernels._gemm_epilogue import capabilities, forward
 from aicf_jax.kernels._kernel import Kernel
+from aicf_jax.ops._matrices import Matrices
 
 
 def _library() -> Any:
@@ -19,19 +20,17 @@ def _library() -> Any:
     return portable
 
 
-_RUN, _SAVE = forward(_library)
+def _fits(item: Matrices) -> bool:
+    """Offsets in a matrix are 32-bit numbers."""
+    return max(item.m * item.k, item.k * item.n, item.m * item.n) < 2**31
+
 
 KERNEL = Kernel(
     "triton_gemm_epilogue",
     "gemm_epilogue",
     ("cuda",),
-    # Offsets in a matrix are 32-bit numbers.
-    capabilities(
-        "matrices of less than 2^31 elements",
-        lambda item: max(item.m * item.k, item.k * item.n, item.m * item.n) < 2**31,
-    ),
-    _RUN,
-    save=_SAVE,
+    capabilities("matrices of less than 2^31 elements", _fits),
+    **forward(_library, _fits),
     targets=TARGETS,
     opaque=True,
     available=available,

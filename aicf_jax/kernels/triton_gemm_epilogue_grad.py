@@ -11,6 +11,7 @@ from typing import Any
 from aicf_jax.kernels._ampere import TARGETS, available
 from aicf_jax.kernels._gemm_epilogue import gradient, gradient_capabilities
 from aicf_jax.kernels._kernel import Kernel
+from aicf_jax.ops._matrices import Rows
 
 
 def _library() -> Any:
@@ -19,13 +20,17 @@ def _library() -> Any:
     return portable
 
 
+def _fits(item: Rows) -> bool:
+    """Offsets in a matrix are 32-bit numbers."""
+    return item.m * item.n < 2**31
+
+
 KERNEL = Kernel(
     "triton_gemm_epilogue_grad",
     "gemm_epilogue_grad",
     ("cuda",),
-    # Offsets in a matrix are 32-bit numbers.
-    gradient_capabilities("of less than 2^31 elements", lambda item: item.m * item.n < 2**31),
-    gradient(_library),
+    gradient_capabilities("of less than 2^31 elements", _fits),
+    **gradient(_library, _fits),
     targets=TARGETS,
     opaque=True,
     available=available,

@@ -131,7 +131,8 @@ def cotangent(
     """See the docstring of `ops.attention`. X and P are computed again; no array of their size is kept.
 
     W is linear in P, so the factor of each row, 1/l, may as well multiply dY, which is smaller than P. In low precision
-    it stays with P: dY / l could underflow.
+    it stays with P: dY / l could underflow. And where something chooses among the elements of P: of a row without
+    elements, whose factor is infinite, it may choose none.
     """
     (ct,) = cts
     k, step = softmax_step(op)
@@ -151,7 +152,7 @@ def cotangent(
     x, pull_scores = jax.vjp(scores, *[inputs[i] for i in before])
     p, per_row = weights(op, inputs, *saved)
     dtype = step.body.outvars[0].aval.dtype
-    if dtype == p.dtype == ct.dtype:
+    if dtype == p.dtype == ct.dtype and not _chooses(op, k):
         ct = ct * _beside_result(op, per_row)
     else:
         p = p * per_row
@@ -171,6 +172,11 @@ def cotangent(
     for i, term in zip(behind, direct, strict=True):
         found[i] = found[i] + term if i in found else term
     return [found[i] if i in found else jnp.zeros_like(inputs[i]) for i in wanted]
+
+
+def _chooses(op: FusedOp, softmax: int) -> bool:
+    """Whether a step behind the softmax takes elements of one array or of another, as dropout does."""
+    return any(eqn.primitive.name == "select_n" for step in op.steps[softmax + 1 :] for eqn in step.body.eqns)
 
 
 def reads(op: FusedOp, target: int, stop: int) -> set[int]:

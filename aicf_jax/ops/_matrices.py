@@ -47,9 +47,12 @@ def multiple(*lengths: int) -> int:
 
 def matrices(op: FusedOp) -> Matrices | None:
     """The product of a fused operation, None where grouping its dimensions would move data, or there is no data."""
-    step = op.steps[0]
-    a, b = (v.aval for v in step.body.invars)
-    (a_contract, b_contract), (a_batch, b_batch) = step.body.eqns[0].params["dimension_numbers"]
+    return part_of(op, *(v.aval for v in op.steps[0].body.invars))
+
+
+def part_of(op: FusedOp, a: Any, b: Any) -> Matrices | None:
+    """The product of parts of its operands."""
+    (a_contract, b_contract), (a_batch, b_batch) = op.steps[0].body.eqns[0].params["dimension_numbers"]
     batch = len(a_batch)
     if tuple(a_batch) != tuple(range(batch)) or tuple(b_batch) != tuple(range(batch)):
         return None
@@ -71,6 +74,27 @@ def _is_contracted_first(aval: Any, contract: tuple[int, ...], batch: int) -> bo
     if tuple(contract) == tuple(range(aval.ndim - count, aval.ndim)):
         return False
     return True if tuple(contract) == tuple(range(batch, batch + count)) else None
+
+
+def named(op: FusedOp) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Dimensions of both operands by what they are: ``b0 ...`` batch, ``m0`` rows, ``n0`` columns, ``k0`` depth."""
+    contracted, batch = op.steps[0].body.eqns[0].params["dimension_numbers"]
+
+    def names(operand: int, free: str) -> tuple[str, ...]:
+        known = {d: f"b{i}" for i, d in enumerate(batch[operand])}
+        known |= {d: f"k{i}" for i, d in enumerate(contracted[operand])}
+        left = (d for d in range(op.steps[0].body.invars[operand].aval.ndim) if d not in known)
+        known |= {d: f"{free}{i}" for i, d in enumerate(left)}
+        return tuple(known[d] for d in sorted(known))
+
+    return names(0, "m"), names(1, "n")
+
+
+def result_shape(op: FusedOp, a: Any, b: Any) -> tuple[int, ...]:
+    """The shape of the product of parts of its operands."""
+    left, right = (dict(zip(names, x.shape, strict=True)) for names, x in zip(named(op), (a, b), strict=True))
+    batch, m = ([n for name, n in left.items() if name[0] == kind] for kind in "bm")
+    return (*batch, *m, *(n for name, n in right.items() if name[0] == "n"))
 
 
 def bias_slot(op: FusedOp) -> int | None:

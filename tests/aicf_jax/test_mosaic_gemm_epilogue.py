@@ -5,6 +5,8 @@ CPU, but for one test in the simulator.
 """
 
 import dataclasses
+import math
+import re
 from unittest import mock
 
 import jax
@@ -260,25 +262,87 @@ FORWARD_FUNCTION = gemm_epilogue.forward
 
 # -- several devices -------------------------------------------------------------------------------------
 
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
-def test_on_several_devices_the_equations_are_partitioned_and_the_kernel_runs_in_shard_map():
-    """A rule that splits rows and columns could not leave a product alone whose depth is split."""
 
-    def marked(*args, **options):
-        y, *rest = plain_forward(*args, **options)
-        return (jax.lax.erf_inv(jax.lax.erf(y * 1e-3)) * 1e3, *rest)
+def collectives(compiled):
+    """Arrays that are sent; one operation may send several."""
+    return sum(m[1].count("[") for m in re.finditer(rf"= ([^=]*) (?:{COLLECTIVES})(?:-start)?\(", compiled.as_text()))
 
-    f = aicf_jax.fuse(lambda x, w, b: jnp.tanh(x @ w + b), kernels=(on_a_cpu(FORWARD, marked),))
+
+def marked(f, bits):
+    """A stand-in that rounds to so many bits, more than bfloat16 has, which is seen in the compiled program."""
+
+    def run(*args, **options):
+        return tuple(
+            jax.lax.reduce_precision(x.astype("float32"), 8, bits).astype(x.dtype) for x in f(*args, **options)
+        )
+
+    return run
+
+
+RUNS, RUNS_BACKWARD = "mantissa_bits=20", "mantissa_bits=19"
+MARKED = on_a_cpu(FORWARD, marked(plain_forward, 20)), on_a_cpu(GRADIENT, backward=marked(plain_backward, 19))
+#: Shapes of x and w; mesh; how x, w and b are split; whether the parts are the kernel's, forward and backward.
+LAYOUTS = {
+    "rows": ((64, 32), (32, 16), {"data": 8}, P("data"), P(), P(), True),
+    "columns": ((64, 32), (32, 64), {"model": 4}, P(), P(None, "model"), P("model"), True),
+    "rows and columns": ((64, 32), (32, 32), {"data": 4, "model": 2}, P("data"), P(None, "model"), P("model"), True),
+    "columns, of which all have the bias": ((64, 32), (32, 64), {"model": 4}, P(), P(None, "model"), P(), True),
+    "two dimensions of rows": (
+        (4, 32, 32),
+        (32, 16),
+        {"data": 2, "sequence": 4},
+        P("data", "sequence"),
+        P(),
+        P(),
+        True,
+    ),
+    "one copy each": ((64, 32), (32, 16), {"data": 8}, P(), P(), P(), True),
+    "depth": ((64, 32), (32, 16), {"model": 4}, P(None, "model"), P("model"), P(), False),
+    "rows and depth": ((64, 32), (32, 16), {"data": 2, "model": 4}, P("data", "model"), P("model"), P(), False),
+    "parts that are too small": ((16, 32), (32, 16), {"data": 8}, P("data"), P(), P(), False),
+    "weights split over rows of x": ((64, 32), (32, 16), {"data": 8}, P("data"), P("data"), P(), True),
+}
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, pytest.param(jax.nn.gelu, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", quick(LAYOUTS, "rows and columns", "depth", "parts that are too small"))
+def test_each_device_runs_the_kernel_on_its_part(name, activation):
+    """And nothing is sent that the unfused program does not send."""
+    x, w, axes, *specs, taken = LAYOUTS[name]
+    mesh = Mesh(np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values())), tuple(axes))
+    args = normal(0, *x), normal(1, *w) * 0.2, normal(2, w[-1])
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+
+    def f(x, w, b):
+        return activation(x @ w + b)
+
+    on_parts = aicf_jax.fuse(f, kernels=MARKED, policy=aicf_jax.Policy(on_failure="raise"))
+    for program in (lambda f: f, value_and_gradients):
+        got, want = (jax.jit(program(g)).lower(*args).compile() for g in (on_parts, f))
+        assert (RUNS in got.as_text()) == taken
+        assert collectives(got) <= collectives(want)
+        assert_near(got(*args), want(*args), 16)
+        assert got(*args)[0].sharding.is_equivalent_to(want(*args)[0].sharding, len(x))
+    assert (RUNS_BACKWARD in got.as_text()) == (taken or "depth" in name)
+
+
+def test_a_batch_of_products_is_split_by_product():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    x, w, b = normal(0, 64, 32), normal(1, 32, 16), normal(2, 16)
-    split, (w_all, b_all) = (
-        jax.device_put(x, NamedSharding(mesh, P("data"))),
-        (jax.device_put(a, NamedSharding(mesh, P())) for a in (w, b)),
-    )
+    x, w = (jax.device_put(normal(i, 4, 16, 16), NamedSharding(mesh, P("data"))) for i in range(2))
+
+    def f(x, w):
+        return jax.nn.relu(jnp.einsum("bmk,bkn->bmn", x, w))
+
+    compiled = jax.jit(aicf_jax.fuse(f, kernels=MARKED)).lower(x, w).compile()
+    assert RUNS in compiled.as_text() and collectives(compiled) == 0
+    assert_near(compiled(x, w), f(x, w), 16)
+
+
+def test_in_shard_map_the_kernel_runs():
+    f = aicf_jax.fuse(lambda x, w, b: jnp.tanh(x @ w + b), kernels=MARKED)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    args = [jax.device_put(normal(0, 64, 32), NamedSharding(mesh, P("data"))), normal(1, 32, 16), normal(2, 16)]
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
-    taken = [
-        "erf" in jax.jit(g).lower(*args).as_text()
-        for g, args in ((f, (x, w, b)), (mapped, (split, w_all, b_all)), (f, (split, w_all, b_all)))
-    ]
-    assert taken == [True, True, False]
-    assert "all-gather" not in jax.jit(f).lower(split, w_all, b_all).compile().as_text()
+    assert RUNS in jax.jit(mapped).lower(*args).compile().as_text()

@@ -298,6 +298,21 @@ def test_fully_masked_rows(fill):
         assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), 512.0)
 
 
+def test_a_choice_behind_the_softmax_of_rows_without_elements():
+    """0/0 that is not chosen is not in any gradient."""
+    seen = jnp.arange(LENGTH)[:, None] >= jnp.arange(LENGTH) + 3  # the first 3 queries see nothing
+
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.where(seen, scores(q, k), -jnp.inf))
+        return jnp.einsum("bhij,bjhd->bihd", jnp.where(seen, p, 0), v)
+
+    found, expected = (jax.grad(lambda *a, f=f: jnp.sum(f(*a)), (0, 1, 2))(Q, K, V) for f in (aicf_jax.fuse(f), f))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+        assert_close(jnp.nan_to_num(a), jnp.nan_to_num(b), 512.0)
+    assert not bool(jnp.isnan(found[2]).any())
+
+
 def test_huge_logits():
     assert_close(jax.jit(aicf_jax.fuse(causal))(1e4 * Q, K, V), jax.jit(causal)(1e4 * Q, K, V), 1e5)
     assert bool(jnp.isfinite(aicf_jax.fuse(causal)(1e15 * Q, 1e15 * K, V)).all())
