@@ -87,3 +87,8 @@ def simulates_bounds() -> bool:
 def simulates_transposes() -> bool:
     """Whether the simulator multiplies refs that are transposed; from jax 0.12, as far as was tried."""
     return simulates_bounds()
+
+
+def simulates_refs() -> bool:
+    """Whether the simulator runs a kernel that writes over an argument; from jax 0.12, as far as was tried."""
+    return simulates_bounds()

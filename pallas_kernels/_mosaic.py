@@ -43,6 +43,11 @@ def mosaic() -> Mosaic:
     return Mosaic(pl, gpu)
 
 
+def on_refs(kernel: Any) -> Any:
+    """What `gpu.kernel` returns, for arguments that are refs, which it may write to: without a rule for ``vmap``."""
+    return kernel.fun
+
+
 def interpret(detect_races: bool = True, **options: Any) -> Any:
     """``interpret=`` of a kernel that runs in Mosaic GPU's simulator on a CPU.
 

@@ -155,8 +155,11 @@ def _by_xla(
     return (y,) if z_dtype is None else (y, z.astype(z_dtype))
 
 
-def gradient(library: Callable[[], Any], fits: Callable[[Rows], bool]) -> dict[str, Any]:
-    """``run`` and ``partition`` of a `Kernel` for the activation's gradient with its sum, of rows that `fits`."""
+def gradient(library: Callable[[], Any], fits: Callable[[Rows], bool], in_place: bool = False) -> dict[str, Any]:
+    """``run`` and ``partition`` of a `Kernel` for the activation's gradient with its sum, of rows that `fits`.
+
+    `in_place`: the library can write dZ over Z.
+    """
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
         whole, attrs = rows(op), op.blob.unpack()
@@ -168,6 +171,9 @@ def gradient(library: Callable[[], Any], fits: Callable[[Rows], bool]) -> dict[s
         sums, out = op.out_avals
         options: dict[str, Any] = {k: attrs[k] for k in ("activation", "alpha", "from_output")}
         if fits(part):
+            if in_place:
+                # Z, unlike Y, is kept for this gradient only: dZ takes its place.
+                options["in_place"] = not attrs["from_output"]
             dz, db = library().backward(residual, dy, **options, dz_dtype=out.dtype, db_dtype=sums.dtype)
         else:
             from pallas_kernels.gemm_epilogue import reference

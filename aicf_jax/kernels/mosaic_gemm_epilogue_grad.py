@@ -29,7 +29,7 @@ KERNEL = Kernel(
     "gemm_epilogue_grad",
     ("cuda",),
     gradient_capabilities("their number a multiple of 8 and that of columns of 16", _fits),
-    **gradient(_library, _fits),
+    **gradient(_library, _fits, in_place=True),
     targets=TARGETS,
     opaque=True,
 )

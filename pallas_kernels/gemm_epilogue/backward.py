@@ -71,6 +71,7 @@ def backward(
     from_output: bool | None = None,
     dz_dtype: Any = None,
     db_dtype: Any = None,
+    in_place: bool = False,
     config: BackwardConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,6 +86,8 @@ def backward(
         told otherwise.
       dz_dtype: of dZ; dY's unless told otherwise.
       db_dtype: of db; dY's unless told otherwise.
+      in_place: write dZ over the residual, where both have one type. Where the residual is read again, or is an argument
+        of the compiled program, XLA copies it before: results are the same, the copy costs time.
       config: tiles; by shape unless told otherwise.
       interpret: parameters of the simulator (`pallas_kernels._mosaic.interpret`).
 
@@ -105,18 +108,25 @@ def backward(
     p = _Problem(
         m, n, jnp.dtype(residual.dtype), jnp.dtype(dy.dtype), dz, summed, activation, float(alpha), is_output, config
     )  # fmt: skip
-    out, sums = _call(p, interpret)(residual, dy)
+    if in_place and residual.dtype == dz:
+        overwritten = jax.new_ref(residual)
+        (sums,) = _mosaic.on_refs(_call(p, interpret, in_place=True))(overwritten, dy)
+        out = jax.freeze(overwritten)
+    else:
+        out, sums = _call(p, interpret)(residual, dy)
     return out, sums[0] if config.groups == 1 else jnp.sum(sums, 0).astype(db)
 
 
-def _call(p: _Problem, interpret: Any) -> Any:
+def _call(p: _Problem, interpret: Any, in_place: bool = False) -> Any:
     gpu, c = _mosaic.mosaic().gpu, p.config
+
+    def over_residual(residual: Any, dy: Any, db: Any, **scratch: Any) -> None:
+        _body(p, residual, dy, residual, db, **scratch)  # a tile is read, and waited for, before it is written
+
+    dz, db = jax.ShapeDtypeStruct((p.m, p.n), p.dz), jax.ShapeDtypeStruct((c.groups, p.n), p.db)
     return gpu.kernel(
-        functools.partial(_body, p),
-        out_type=[
-            jax.ShapeDtypeStruct((p.m, p.n), p.dz),
-            jax.ShapeDtypeStruct((c.groups, p.n), p.db),
-        ],
+        over_residual if in_place else functools.partial(_body, p),
+        out_type=[db] if in_place else [dz, db],
         grid=(p.stripes, c.groups),
         grid_names=("stripe", "group"),
         num_threads=c.warpgroups,

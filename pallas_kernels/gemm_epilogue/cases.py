@@ -69,6 +69,7 @@ class GradCase:
     residual_dtype: str = "bfloat16"
     from_output: bool | None = None
     db_dtype: str | None = None
+    in_place: bool = False
     config: BackwardConfig | None = None
 
     @property
@@ -86,7 +87,7 @@ class GradCase:
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the call."""
-        names = ("activation", "alpha", "from_output", "db_dtype", "config")
+        names = ("activation", "alpha", "from_output", "db_dtype", "in_place", "config")
         return {name: getattr(self, name) for name in names}
 
 
@@ -127,6 +128,9 @@ QUICK_GRAD: Mapping[str, GradCase] = {
 }  # fmt: skip
 SLOW_GRAD: Mapping[str, GradCase] = {
     "one block": GradCase(8, 16, "silu", config=_STRIPE),
+    "in place": GradCase(384, 64, "silu", in_place=True, config=_STRIPE),
+    "in place, ragged": GradCase(456, 80, "gelu_tanh", in_place=True, config=BackwardConfig(64, 64, 2, 2, 2)),
+    "not in place for another type": GradCase(384, 64, "elu", residual_dtype="float32", in_place=True, config=_STRIPE),
     "float16": GradCase(128, 32, "gelu_tanh", dtype="float16", residual_dtype="float16", config=_STRIPE),
     "from Y": GradCase(128, 32, "tanh", config=_STRIPE),
     "from Z": GradCase(128, 32, "sigmoid", from_output=False, config=_STRIPE),

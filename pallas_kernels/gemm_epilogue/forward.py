@@ -183,10 +183,13 @@ def _body(p: _Problem, a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
         @gpu.nd_loop(((p.batch or 1) * m_tiles * n_tiles,), collective_axes="cta")
         def _tiles(info: Any) -> None:
             (index,) = info.index
-            batch = jax.lax.div(index, jnp.int32(m_tiles * n_tiles))
-            mi, ni = gpu.planar_snake(
-                jax.lax.rem(index, jnp.int32(m_tiles * n_tiles)), (m_tiles, n_tiles), 0, min(c.group, n_tiles)
+            each = jnp.int32(m_tiles * n_tiles)
+            batch, rest = (
+                (index, jnp.int32(0))
+                if m_tiles * n_tiles == 1
+                else (jax.lax.div(index, each), jax.lax.rem(index, each))
             )
+            mi, ni = gpu.planar_snake(rest, (m_tiles, n_tiles), 0, min(c.group, n_tiles))
             at = (lambda ref: ref) if p.batch is None else (lambda ref: ref.at[batch])
             _tile(p, (mi, ni), at(a_gmem), at(b_gmem), bias_gmem, list(map(at, outs)), pipeline, stored, bias,
                   bias_barrier)  # fmt: skip

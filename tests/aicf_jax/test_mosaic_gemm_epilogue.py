@@ -51,7 +51,8 @@ def plain_forward(a, b, bias, *, out_dtype, z_dtype, **options):
     return (y.astype(out_dtype), *(() if z_dtype is None else (z.astype(z_dtype),)))
 
 
-def plain_backward(residual, dy, *, dz_dtype, db_dtype, **options):
+def plain_backward(residual, dy, *, dz_dtype, db_dtype, in_place, **options):
+    assert in_place == (options["activation"] not in ("relu", "tanh", "sigmoid") or not options["from_output"])
     dz, db = reference.backward(residual, dy, **options)
     return dz.astype(dz_dtype), db.astype(db_dtype)
 

@@ -98,4 +98,6 @@ def test_four_kernels_forward_and_backward_and_one_dz(reports, name):
 def test_the_kernels_of_a_flax_model(reports):
     report = reports["mlp fused"]
     names = str(report)
-    assert "gemm_bias_gelu_tanh" in names and "gelu_tanh_grad_and_sum" in names and "gemm_bias_none" in names, report
+    # A kernel that writes over its argument loses its name in jax 0.10.
+    gradient = "new_body" if jax.__version_info__ < (0, 11) else "gelu_tanh_grad_and_sum"
+    assert "gemm_bias_gelu_tanh" in names and gradient in names and "gemm_bias_none" in names, report
