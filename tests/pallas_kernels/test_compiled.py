@@ -1,0 +1,91 @@
+"""The programs that the kernels are for, through `fuse`, compiled for an H200 that need not be there.
+
+Few and on every run; `aot/test_compile.py` has what XLA alone makes of them. Each kernel's configurations are compiled in
+the folder of its family, where tests are slow.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import aicf_jax
+from pallas_kernels import aot
+
+pytestmark = pytest.mark.aot
+
+H200 = aicf_jax.Policy(target="h200", on_failure="raise")
+M, K, N = 8192, 4096, 4096
+B, S, H, D = 4, 2048, 16, 64
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def dense(activation):
+    return lambda x, w, b: activation(x @ w + b)
+
+
+def normed_sum(x, r, scale, bias):
+    module = linen.LayerNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    return module.apply({"params": {"scale": scale, "bias": bias}}, x + r)
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+ROWS, PER_COLUMN, HEADS = struct(M, N), struct(N), struct(B, S, H, D)
+#: Function, types, and which arguments it is differentiated by; the gradients of both terms of a sum are one array.
+PROGRAMS = {
+    "dense, relu": (dense(jax.nn.relu), (struct(M, K), struct(K, N), PER_COLUMN), (0, 1, 2)),
+    "dense, gelu": (dense(jax.nn.gelu), (struct(M, K), struct(K, N), PER_COLUMN), (0, 1, 2)),
+    "layer norm of a sum": (normed_sum, (ROWS, ROWS, PER_COLUMN, PER_COLUMN), (0, 2, 3)),
+    "causal attention": (causal, (HEADS, HEADS, HEADS), ()),
+}
+
+
+def value_and_gradients(f, by):
+    def both(args, ct):
+        given = list(args)
+
+        def of(*xs):
+            for i, x in zip(by, xs, strict=True):
+                given[i] = x
+            return f(*given)
+
+        y, pull = jax.vjp(of, *(args[i] for i in by))
+        return y, pull(ct)
+
+    return both if by else (lambda args, ct: f(*args))
+
+
+@pytest.fixture(scope="module")
+def reports():
+    found = {}
+    for name, (f, args, by) in PROGRAMS.items():
+        fused = aicf_jax.fuse(f, policy=H200)
+        found[name] = (value_and_gradients(fused, by), (args, jax.eval_shape(f, *args)))
+    return aot.compile_all("h200", found)
+
+
+def test_kernels(reports, golden):
+    """Launches of our kernels, and of what XLA puts beside them."""
+    lines = [f"{'program':<22}{'ours':>6}{'XLA':>5}{'spilled':>9}"]
+    for name, report in reports.items():
+        ours = report.counts.get("mosaic", 0)
+        lines.append(f"{name:<22}{ours:>6}{report.count - ours:>5}{report.spill_bytes:>8}B")
+    golden("\n".join(lines))
+
+
+def test_temporaries_are_at_most_one_array(reports):
+    one = M * N * 2 + 4096
+    assert reports["dense, relu"].temporaries_bytes <= one
+    assert reports["dense, gelu"].temporaries_bytes <= one
+    assert reports["causal attention"].temporaries_bytes <= B * S * H * D * 2
+
+
+def test_products_run_on_tensor_cores(reports):
+    for name in ("dense, relu", "dense, gelu", "causal attention"):
+        assert "wgmma" in str(reports[name]), name
