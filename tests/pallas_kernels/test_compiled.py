@@ -1,7 +1,7 @@
 """The programs that the kernels are for, through `fuse`, compiled for an H200 that need not be there.
 
-Few and on every run; `aot/test_compile.py` has what XLA alone makes of them. Each kernel's configurations are compiled in
-the folder of its family, where tests are slow.
+Few and on every run; `aot/test_compile.py` has what XLA alone makes of them. Each kernel's configurations are compiled
+in the folder of its family, where tests are slow.
 """
 
 import jax
