@@ -104,16 +104,16 @@ def interpreted(module):
 
 def on_a_cpu():
     """The kernels in Triton's interpreter."""
-    run, save = _gemm_epilogue.forward(lambda: interpreted(forward._library()))
+    always = lambda part: True  # noqa: E731
+    product = _gemm_epilogue.forward(lambda: interpreted(forward._library()), always)
+    slope = _gemm_epilogue.gradient(lambda: interpreted(gradient._library()), always)
     here = {"platforms": ("cpu",), "targets": None}
     norms = dataclasses.replace(
         _ampere.NORMS, targets=None, available=None, load=lambda: interpreted(_ampere.NORMS.load())
     )
     return (
-        dataclasses.replace(forward.KERNEL, run=run, save=save, **here),
-        dataclasses.replace(
-            gradient.KERNEL, run=_gemm_epilogue.gradient(lambda: interpreted(gradient._library())), **here
-        ),
+        dataclasses.replace(forward.KERNEL, **product, **here),
+        dataclasses.replace(gradient.KERNEL, **slope, **here),
         dataclasses.replace(_norm.forward_kernel("rms_norm", norms), platforms=("cpu",)),
         dataclasses.replace(_norm.gradient_kernel("rms_norm_grad", norms), platforms=("cpu",)),
     )
