@@ -30,6 +30,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files instead of comparing with them")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `slow.txt` names. What is collected in part cannot show that a line names nothing."""
+    slow, collected = _slow(), {}
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        collected.setdefault(file, {}).setdefault(test.partition("[")[0], set()).add(test)
+        if test in slow.get(file, ()):
+            item.add_marker("slow")
+    stale = [
+        f"{file}::{test}"
+        for file, tests in slow.items()
+        for test in sorted(tests)
+        if len(found := collected.get(file, {}).get(test.partition("[")[0], ())) > 1 and test not in found
+    ]
+    if stale:
+        raise pytest.UsageError("tests/slow.txt names tests that are not there:\n" + "\n".join(stale))
+
+
+def _slow() -> dict[str, set[str]]:
+    """File -> names of tests in it; a line that is not indented names a file."""
+    found: dict[str, set[str]] = {}
+    file = ""
+    for line in (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            found[file].add(line.strip())
+        elif line and not line.startswith("#"):
+            found[file := line] = set()
+    return found
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import jax
