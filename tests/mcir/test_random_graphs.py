@@ -62,7 +62,7 @@ def functions(draw):
     return function
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(functions(), st.sampled_from([1, 2, 3, 4, 100]))
 def test_all_agree(function, block):
     hypothesis.note(str(function.description))
