@@ -75,6 +75,7 @@ class Probe:
       analyze: ``analyze(samples) -> {name: Property}`` of all samples of this probe; pure, and empty where the samples
         do not tell.
       properties: names of the properties that `analyze` may give, as in `vocabulary`.
+      plot: ``plot(samples, axes)`` draws its samples on matplotlib axes; None where a table says it all.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -91,6 +92,7 @@ class Probe:
     generate: Callable[[Point, Target], Program]
     analyze: Callable[[Samples], Mapping[str, Property]]
     properties: tuple[str, ...]
+    plot: Callable[[Samples, Any], None] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

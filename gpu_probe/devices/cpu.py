@@ -10,6 +10,7 @@ from gpu_probe.probe import DeviceError, Target
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _CPUINFO = Path("/proc/cpuinfo")
+_SCALING = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
 
 
 def connect(name: str | None = None, compile_only: bool = False) -> Target:
@@ -22,14 +23,16 @@ def connect(name: str | None = None, compile_only: bool = False) -> Target:
     return Target("cpu", model_name(), facts, present=not compile_only)
 
 
-def model_name(path: Path = _CPUINFO) -> str:
+def model_name(cpuinfo: Path = _CPUINFO) -> str:
     """What the processor calls itself, else its architecture."""
+    return _cpuinfo("model name", cpuinfo) or platform.processor() or platform.machine() or "unknown CPU"
+
+
+def _cpuinfo(key: str, path: Path) -> str:
+    """The first value of a key, empty where there is none."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
+    found = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in found if name.strip() == key), "")
 
 
 def caches(folder: Path = _CACHES) -> list[dict[str, int | str]]:
@@ -53,3 +56,12 @@ def _bytes(text: str) -> int:
     """``32K`` and the like."""
     unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
     return int(text.rstrip("KkMmGg")) * unit
+
+
+def clock_hz(scaling: Path = _SCALING, cpuinfo: Path = _CPUINFO) -> float | None:
+    """The clock of the first core now. A virtual machine may tell its nominal clock; None where nothing is told."""
+    try:
+        return float(scaling.read_text(encoding="ascii")) * 1e3
+    except (OSError, ValueError):
+        told = _cpuinfo("cpu MHz", cpuinfo)
+        return float(told) * 1e6 if told else None
