@@ -14,16 +14,16 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-#: (SASS, PTX) of what checks ask for; both must match from the start of the opcode.
+#: (SASS, PTX) of what checks ask for, to match from the start of an instruction without its predicate.
 KINDS: dict[str, tuple[str, str]] = {
     "global load": (r"LDG?\.", r"ld\.(volatile\.)?global"),
     "global store": (r"STG?\.", r"st\.global"),
     "shared load": (r"LDS", r"ld\.shared"),
     "shared store": (r"STS", r"st\.shared"),
-    "clock": (r"CS2R|S2UR.*CLOCK", r"mov\.[ub]64"),
+    "clock": (r"\S+ \w+, SR_CLOCK", r"mov\.[ub]64\s+%\w+, %clock64"),
     "fma": (r"FFMA", r"fma\.rn\.f32"),
     "exponential": (r"MUFU\.EX2", r"ex2\.approx"),
-    "tensor": (r"(H|I|Q|B|O)(G?)MMA", r"(wgmma\.mma_async|mma\.sync)"),
+    "tensor": (r"[HIQ]G?MMA", r"wgmma\.mma_async|mma\.sync"),
     "spill": (r"(LD|ST)L", r"(ld|st)\.local"),
 }
 
@@ -40,7 +40,7 @@ class Instruction:
     Attributes:
       opcode: with its modifiers: ``LDG.E.64``, ``ld.global.ca.u64``.
       writes, reads: registers, and as `reads` also special registers, constants and the names of arguments.
-      text: as the disassembler prints it.
+      text: as the disassembler prints it, without its predicate.
     """
 
     opcode: str
@@ -66,16 +66,18 @@ class Code:
     def of_kind(self, kind: str) -> list[Instruction]:
         """The instructions of a kind, see `KINDS`."""
         pattern = re.compile(KINDS[kind][0 if self.isa == "sass" else 1])
-        return [i for i in self.instructions if pattern.match(i.opcode)]
+        return [i for i in self.instructions if pattern.match(i.text)]
 
     def chain(self, kind: str) -> int:
         """The longest sequence of instructions of a kind each of which needs the result of the one before."""
         members = set(map(id, self.of_kind(kind)))
         depth: dict[str, int] = {}
+        longest = 0
         for i in self.instructions:
             found = max((depth.get(r, 0) for r in i.reads), default=0) + (id(i) in members)
             depth |= dict.fromkeys(i.writes, found)
-        return max(depth.values(), default=0)
+            longest = max(longest, found)
+        return longest
 
     def origins(self, instruction: Instruction) -> frozenset[str]:
         """Everything that is no register (arguments, special registers) on which what it reads depends."""
@@ -116,12 +118,10 @@ def _sass(text: str) -> Instruction:
             writes.append(operands.pop(0))
     reads: list[str] = []
     for operand in operands:
-        reads += re.findall(r"c\[0x[0-9a-f]+\]\[(?:0x[0-9a-f]+)\]|SR_[\w.]+", operand)
-        for name, number, wide in re.findall(r"\b(U?R)(\d+)(\.64|\.U64)?", operand):
+        reads += re.findall(r"c\[0x[0-9a-f]+\]\[0x[0-9a-f]+\]|SR_[\w.]+|\bU?P\d+\b", operand)
+        for name, number, wide in re.findall(r"\b(U?R)(\d+)(\.64)?", operand):
             reads += [f"{name}{int(number) + k}" for k in range(2 if wide else 1)]
-        reads += re.findall(r"\bU?P\d+\b", operand)
-    # a pair that is read as an address in one piece is written `[R4.64]`, elsewhere only its first half is named
-    return Instruction(opcode, tuple(writes), tuple(reads), text)
+    return Instruction(opcode, tuple(writes), tuple(reads), body)
 
 
 def _written(opcode: str, operand: str) -> list[str]:
@@ -138,26 +138,30 @@ def _written(opcode: str, operand: str) -> list[str]:
 
 def read_ptx(text: str, arch: str, kernel: str) -> Code:
     """The code of one kernel in a PTX module."""
-    start = text.index(f".entry {kernel}")
-    body = text[text.index("{", start) :]
-    body = re.sub(r"//[^\n]*", "", body)
-    statements = (s.strip() for s in re.split(r"[;{}]", body))
-    return Code("ptx", arch, tuple(_ptx(s) for s in statements if s and not re.match(r"\.|\$", s.split("\n")[-1])))
+    body = re.sub(r"//[^\n]*", "", text[text.index(f".entry {kernel}(") :])
+    body = body[body.index("{") + 1 :]
+    # one statement a line; braces alone open and close the scopes of inline assembly
+    statements = (s.strip(" \t\n{}") if "," not in s else s.strip() for s in body.split(";"))
+    return Code("ptx", arch, tuple(_ptx(_last_line(s)) for s in statements if _last_line(s)))
+
+
+def _last_line(statement: str) -> str:
+    """The instruction of a statement, without labels, scopes and declarations before it."""
+    lines = [line.strip() for line in statement.splitlines()]
+    lines = [line for line in lines if line not in ("", "{", "}") and not re.match(r"\.|\$\w+:$", line)]
+    return " ".join(lines)
 
 
 def _ptx(text: str) -> Instruction:
-    body = re.sub(r"^(?:\$?\w+:\s*)?(?:@!?%p\d+\s+)?", "", text)
-    opcode, _, rest = body.partition(" ")
-    opcode, rest = (body.split(None, 1) + [""])[:2] if body else (opcode, rest)
+    body = re.sub(r"^(?:\$\w+:\s*)*(?:@!?%p\d+\s+)?", "", text)
+    opcode, rest = [*body.split(None, 1), ""][:2]
     names = re.findall(r"%[a-zA-Z]\w*(?:\.[xyz])?|\b\w+_param_\d+\b", rest)
-    if not names or re.match(r"(st|red|bra|ret|bar|membar|setmaxnreg)\b", opcode):
-        return Instruction(opcode, (), tuple(names), text)
+    if not names or re.match(r"(st|red|bra|ret|bar|membar)\b", opcode):
+        return Instruction(opcode, (), tuple(names), body)
     # several results stand in braces
-    count = len(re.findall(r"%\w+", rest.partition("}")[0])) if rest.lstrip().startswith("{") else 1
-    writes, reads = names[:count], names[count:]
-    if opcode.startswith("wgmma.mma_async"):
-        reads = names  # the results are accumulated into
-    return Instruction(opcode, tuple(writes), tuple(reads), text)
+    count = len(re.findall(r"%\w+", rest.partition("}")[0])) if rest.startswith("{") else 1
+    reads = names if opcode.startswith("wgmma.mma_async") else names[count:]  # whose results are added to
+    return Instruction(opcode, tuple(names[:count]), tuple(reads), body)
 
 
 class Check:

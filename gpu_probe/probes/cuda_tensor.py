@@ -39,6 +39,8 @@ OPERANDS = {
     "s8": Operand(1, "s32", 0xFFFFFFFF),
     "e4m3": Operand(1, "f32", 0xBFBFBFBF),
 }
+#: What mma multiplies as it is on every GPU here.
+WARP_DTYPES = ("bf16", "f16", "tf32", "s8")
 #: Result -> (its C++ type, the constraint of its registers).
 _RESULTS = {"f32": ("float", "f"), "s32": ("int", "r")}
 
@@ -48,7 +50,7 @@ class WarpProducts(Template):
     """Each warp runs chains of mma m16n8, K of 32 bytes; operands and results lie in registers.
 
     Attributes:
-      dtype: one of `OPERANDS`.
+      dtype: one of `OPERANDS`, without e4m3: Hopper widens it to float16 and multiplies that.
       chains: accumulators of a warp.
       steps: products of a chain in a round.
     """
@@ -92,7 +94,7 @@ extern "C" __global__ void $name(const u32* x, u64* ticks, $result* out, u32 rou
     steps: int = 4
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype", tuple(OPERANDS))
+        check_choice(self, "dtype", WARP_DTYPES)
         check_range(self, "chains", 1, 16)
         check_range(self, "steps", 1, 16)
 
@@ -121,13 +123,14 @@ extern "C" __global__ void $name(const u32* x, u64* ticks, $result* out, u32 rou
 class GroupProducts(Template):
     """Each warpgroup runs wgmma m64, K of 32 bytes, on tiles of 128-byte rows in shared memory, swizzled over 128 bytes.
 
-    A round goes once along the rows, four products into one accumulator; the next round's products are issued before
-    this one's are waited for.
+    A round is `steps` products into one accumulator, along the rows and again from their start, and then waits for them:
+    two warpgroups fill each other's pauses. (A round that waits only for the one before makes ptxas serialize.)
 
     Attributes:
       dtype: one of `OPERANDS`.
       n: columns of a product.
       groups: warpgroups of a block; they share the second operand.
+      steps: products in a round.
     """
 
     NAME = "probe_wgmma_${dtype}_n$n"
@@ -154,17 +157,16 @@ extern "C" __global__ void __launch_bounds__($threads) $name(const u32* x, u64* 
   for (u32 i = 0; i < rounds; ++i) {
     asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
 #pragma unroll
-    for (u32 k = 0; k < 4; ++k)
+    for (u32 k = 0; k < $steps; ++k)
       asm volatile(
           "{\\n.reg .pred p;\\nsetp.eq.u32 p, 0, 0;\\n"
           "wgmma.mma_async.sync.aligned.m64n${n}k$k.$sum.$dtype.$dtype "
           "{$results}, %$a_at, %$b_at, p$flags;\\n}\\n"
           : $outputs
-          : "l"(a + 2 * k), "l"(b + 2 * k));
+          : "l"(a + 2 * (k % 4)), "l"(b + 2 * (k % 4)));
     asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" : : : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : : : "memory");
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : : : "memory");
   __syncthreads();
   if (threadIdx.x == 0) ticks[blockIdx.x] = cycles() - from;
   $result sum = 0;
@@ -173,16 +175,18 @@ extern "C" __global__ void __launch_bounds__($threads) $name(const u32* x, u64* 
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 """
-    CHECKS = (AtLeast("tensor", 4), NoneOf("spill"))
+    CHECKS = (AtLeast("tensor", "steps"), NoneOf("spill"))
 
     dtype: str = "bf16"
     n: int = 256
     groups: int = 2
+    steps: int = 16
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", tuple(OPERANDS))
         check_choice(self, "n", (8, 16, 32, 64, 128, 256))
         check_range(self, "groups", 1, 4)
+        check_range(self, "steps", 4, 64)
 
     def derived(self) -> dict[str, object]:
         operand, registers = OPERANDS[self.dtype], self.n // 2
@@ -222,7 +226,7 @@ extern "C" __global__ void __launch_bounds__($threads) $name(const u32* x, u64* 
     @property
     def flops(self) -> int:
         """Operations of a warpgroup in a round."""
-        return 2 * 64 * self.n * self.k * 4
+        return 2 * 64 * self.n * self.k * self.steps
 
 
 NAME = "cuda_tensor"
@@ -232,7 +236,7 @@ _WARPS, _ROUNDS = 8, 128
 
 def points(quick: bool) -> list[Point]:
     """Types and shapes: mma m16n8, wgmma m64 with 64 to 256 columns."""
-    warp = [{"instruction": "mma", "dtype": dtype, "n": 8} for dtype in OPERANDS]
+    warp = [{"instruction": "mma", "dtype": dtype, "n": 8} for dtype in WARP_DTYPES]
     columns = (256,) if quick else (64, 128, 256)
     return warp + [{"instruction": "wgmma", "dtype": dtype, "n": n} for dtype in OPERANDS for n in columns]
 
@@ -245,17 +249,11 @@ def generate(point: Point, target: Target) -> CudaProgram:
     """
     dtype, arch = str(point["dtype"]), str(target.handle.arch)
     if point["instruction"] == "mma":
-        if dtype == "e4m3" and _number(arch) < 89:
-            raise DeviceError(f"mma of e4m3 needs sm_89 or newer, {target.name} is {arch}")
         return program(target, _warp(WarpProducts(dtype)), WarpProducts(dtype))
     if arch != "sm_90a":
         raise DeviceError(f"wgmma needs sm_90a, {target.name} is {arch}")
     template = GroupProducts(dtype, int(point["n"]))
     return program(target, _group(template), template)
-
-
-def _number(arch: str) -> int:
-    return int("".join(c for c in arch if c.isdigit()))
 
 
 def _warp(template: WarpProducts) -> Callable[[Gpu], Reading]:
