@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gpu_probe.probe import Probe, Target
 from gpu_probe.probes._jax import JaxProgram, program
@@ -16,13 +17,23 @@ from gpu_probe.statistics import measured, summarize
 
 #: float32 elements: 64 MiB, beyond the caches that a core has for itself.
 ELEMENTS = 1 << 24
+#: Loads in a round of the loop.
+UNROLL = 16
 
 
 def generate(point: Point, target: Target) -> JaxProgram:
-    """The sum of the elements at multiples of `stride`."""
+    """The sum of the elements at multiples of `stride`, by a loop on one core, some independent loads a round."""
     stride = int(point["stride"])
-    x = jax.random.normal(jax.random.key(stride), (ELEMENTS // stride, stride), jnp.float32)
-    return program(lambda x: x[:, 0].sum(), (x,), lambda s: 4 * x.shape[0] / s)
+    rounds, span = ELEMENTS // (stride * UNROLL), stride * (UNROLL - 1) + 1
+    x = jax.random.normal(jax.random.key(stride), (ELEMENTS,), jnp.float32)
+
+    def strided(x: jax.Array) -> jax.Array:
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            return total + lax.dynamic_slice(x, (i * (stride * UNROLL),), (span,))[::stride].sum()
+
+        return lax.fori_loop(0, rounds, add, jnp.float32(0))
+
+    return program(strided, (x,), lambda s: 4 * rounds * UNROLL / s)
 
 
 def points(quick: bool) -> Sequence[Point]:
@@ -31,17 +42,31 @@ def points(quick: bool) -> Sequence[Point]:
 
 
 def analyze(samples: Samples) -> Mapping[str, Property]:
-    """``coalescing.<bytes>``: bandwidth of what is used, over that at stride 1."""
+    """``coalescing.<bytes>``, the bandwidth of what is used over that at stride 1, and ``line.size``."""
     by_stride = samples.by("stride")
     if 1 not in by_stride:
         return {}
-    whole = summarize(by_stride[1]).median
+    medians = {stride: summarize(values).median for stride, values in by_stride.items()}
     method = "bytes used a second over those at stride 1"
-    return {
-        f"coalescing.{4 * stride}": measured([v / whole for v in values], "ratio", method, PROBE.name)
+    found = {
+        f"coalescing.{4 * stride}": measured([v / medians[1] for v in values], "ratio", method, PROBE.name)
         for stride, values in by_stride.items()
         if stride > 1
     }
+    return found | _line(medians)
+
+
+def _line(medians: Mapping[int, float]) -> dict[str, Property]:
+    """Where elements share no line, a larger stride uses none less well; nothing where no such stride is seen.
+
+    A stride and its double that differ by less than the root of two are taken for equal.
+    """
+    for stride, rate in medians.items():
+        if stride > 1 and 2 * stride in medians and rate < medians[2 * stride] * 2**0.5:
+            size = 4 * stride
+            method = "smallest stride whose double loses less than a root of two of the bandwidth of what is used"
+            return {"line.size": Property(size, "B", "measured", method, (size / 2, size), (PROBE.name,))}
+    return {}
 
 
 def plot(samples: Samples, axes: Any) -> None:
@@ -66,11 +91,12 @@ PROBE = Probe(
     expected="falls with the stride until only one element of each line is used, then more slowly",
     caveats=(
         "At small strides the additions take longer than the loads.",
+        "A CPU that fetches the neighbour of a line as well shows its pair of lines.",
         "At large strides what is used may stay in a large last cache, and each page costs a translation.",
     ),
     points=points,
     generate=generate,
     analyze=analyze,
-    properties=tuple(f"coalescing.{4 * 2**n}" for n in range(1, 8)),
+    properties=("line.size", *(f"coalescing.{4 * 2**n}" for n in range(1, 8))),
     plot=plot,
 )
