@@ -13,19 +13,16 @@ from gpu_probe.property_map import Property, PropertyMap
 from gpu_probe.runner import Failure
 from gpu_probe.samples import Samples, point_key
 from gpu_probe.statistics import summarize
-from gpu_probe.vocabulary import known
 
 
 def map_table(found: PropertyMap, methods: bool = False) -> Table:
     """Every property with its interval and source."""
     table = Table(title=f"{found.name} ({found.kind})")
-    for column in ("property", "value", "interval", "source", "method" if methods else "meaning"):
+    for column in ("property", "value", "interval", "source", *(("method",) if methods else ())):
         table.add_column(column, overflow="fold", justify="right" if column in ("value", "interval") else "left")
     for name in found:
         p = found[name]
-        usual = known(name)
-        last = p.method if methods else usual.meaning if usual else ""
-        table.add_row(name, units.text(p.value, p.unit), _interval(p), p.source, last)
+        table.add_row(name, units.text(p.value, p.unit), _interval(p), p.source, *((p.method,) if methods else ()))
     return table
 
 

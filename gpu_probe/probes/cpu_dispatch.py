@@ -16,7 +16,7 @@ from gpu_probe.probe import Probe, Target
 from gpu_probe.probes._jax import JaxProgram, program
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Samples
-from gpu_probe.statistics import measured
+from gpu_probe.statistics import bootstrap, measured
 
 #: Calls, or rounds, in one sample.
 CALLS, ROUNDS = 200, 16
@@ -66,11 +66,12 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
         found["launch.dispatch"] = measured(by_columns.pop(0), "s", method, PROBE.name)
     if len(by_columns) < 3:
         return found
-    middle, low, high = (intercept({n: np.percentile(v, q) for n, v in by_columns.items()}) for q in (50, 25, 75))
-    if middle > 0:
-        interval = (max(0.0, min(low, middle)), max(high, middle))
+    value = intercept({n: statistics.median(v) for n, v in by_columns.items()})
+    if value > 0:
+        low, high = np.percentile(bootstrap(by_columns, intercept), [5, 95])
+        interval = (max(0.0, min(float(low), value)), max(float(high), value))
         method = f"rounds of an online softmax on {ROWS} x n scores, T = a + b n: a (Theil and Sen)"
-        found["launch.loop_step"] = Property(middle, "s", "measured", method, interval, (PROBE.name,))
+        found["launch.loop_step"] = Property(value, "s", "measured", method, interval, (PROBE.name,))
     return found
 
 

@@ -13,7 +13,7 @@ from gpu_probe.probe import Probe, Target
 from gpu_probe.probes._jax import JaxProgram, program
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Samples
-from gpu_probe.statistics import measured, summarize
+from gpu_probe.statistics import ratio, summarize
 
 #: float32 elements: 64 MiB, beyond the caches that a core has for itself.
 ELEMENTS = 1 << 24
@@ -49,7 +49,7 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
     medians = {stride: summarize(values).median for stride, values in by_stride.items()}
     method = "bytes used a second over those at stride 1"
     found = {
-        f"coalescing.{4 * stride}": measured([v / medians[1] for v in values], "ratio", method, PROBE.name)
+        f"coalescing.{4 * stride}": ratio(values, by_stride[1], method, PROBE.name)
         for stride, values in by_stride.items()
         if stride > 1
     }
@@ -57,16 +57,18 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
 
 
 def _line(medians: Mapping[int, float]) -> dict[str, Property]:
-    """Where elements share no line, a larger stride uses none less well; nothing where no such stride is seen.
+    """Where elements share no line, no larger stride uses them less well; nothing where no such stride is seen.
 
-    A stride and its double that differ by less than the root of two are taken for equal.
+    Bandwidths that differ by less than the root of two are taken for equal: a stride that still shares loses half.
     """
-    for stride, rate in medians.items():
-        if stride > 1 and 2 * stride in medians and rate < medians[2 * stride] * 2**0.5:
-            size = 4 * stride
-            method = "smallest stride whose double loses less than a root of two of the bandwidth of what is used"
-            return {"line.size": Property(size, "B", "measured", method, (size / 2, size), (PROBE.name,))}
-    return {}
+    strides = [
+        s for s in medians if s < max(medians) and medians[s] < min(v for t, v in medians.items() if t > s) * 2**0.5
+    ]
+    if not strides or min(strides) == 1:
+        return {}
+    size = 4 * min(strides)
+    method = "smallest stride beyond which the bandwidth of what is used falls by less than a root of two"
+    return {"line.size": Property(size, "B", "measured", method, (size / 2, size), (PROBE.name,))}
 
 
 def plot(samples: Samples, axes: Any) -> None:
