@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -76,7 +77,7 @@ class Property:
         return f"{units.text(self.value, self.unit)} ({self.source})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PropertyMap:
     """Properties of one machine.
 
@@ -143,11 +144,18 @@ class PropertyMap:
         """The first of several properties that there is, with its value in `unit`; None where there is none."""
         return next(((n, v) for n in names if (v := self.get(n, unit)) is not None), None)
 
+    @functools.cached_property
+    def _content(self) -> str:
+        return json.dumps(self.as_dict(), sort_keys=True, allow_nan=False)
+
     def __hash__(self) -> int:
-        return hash(self.to_json())
+        return hash(self._content)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PropertyMap) and self.to_json() == other.to_json()
+        return self is other or (isinstance(other, PropertyMap) and self._content == other._content)
+
+    def __repr__(self) -> str:
+        return f"PropertyMap({self.name!r}, {len(self)} properties)"
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -159,10 +167,6 @@ class PropertyMap:
             "environment": dict(self.environment),
             "properties": {name: _property_dict(p) for name, p in self.properties.items()},
         }
-
-    def to_json(self) -> str:
-        """One line, equal for equal maps."""
-        return json.dumps(self.as_dict(), sort_keys=True, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON in one step."""
@@ -187,7 +191,7 @@ class PropertyMap:
         Raises MapError: there is no such file or shipped map, or it cannot be read.
         """
         path = Path(source)
-        if path.suffix != ".json" and not path.exists():
+        if path.suffix != ".json" and not path.is_file():
             path = SHIPPED / f"{str(source).lower()}.json"
         try:
             value = json.loads(path.read_text(encoding="utf-8"))

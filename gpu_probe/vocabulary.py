@@ -57,7 +57,7 @@ VOCABULARY: Mapping[str, Known] = {
     "launch.stream": Known("s", "one kernel behind another in a stream"),
     "launch.graph": Known("s", "one kernel behind another in a graph"),
     "launch.dispatch": Known("s", "one call of a compiled program that does next to nothing"),
-    "launch.loop_step": Known("s", "one round of a compiled loop whose body is a kernel that does next to nothing"),
+    "launch.loop_step": Known("s", "what a round of a compiled loop costs beside its work"),
     "occupancy.saturation_warps": Known("count", "warps of a multiprocessor beyond which bandwidth does not grow"),
     "issue.*": Known("ratio", "of instructions that could be issued, by parallelism"),
 }

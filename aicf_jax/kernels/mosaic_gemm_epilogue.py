@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._gemm_epilogue import capabilities, forward
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 
 
@@ -33,5 +33,6 @@ KERNEL = Kernel(
     _RUN,
     save=_SAVE,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._gemm_epilogue import gradient, gradient_capabilities
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops._matrices import multiple
 
@@ -30,5 +30,6 @@ KERNEL = Kernel(
     ),
     gradient(_library),
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

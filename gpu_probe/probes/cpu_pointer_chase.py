@@ -21,8 +21,8 @@ from gpu_probe.statistics import summarize
 
 #: Bytes between pointers: a line of every usual CPU is no longer. One pointer a line.
 LINE = 64
-#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window, so that the pages of
-#: a window fit into the first table of address translations and its misses do not hide the caches.
+#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window: the pages of one
+#: fit into the first table of address translations, whose misses would hide the caches.
 WINDOW = 4096
 #: Loads that are timed. The walk goes on where the last one ended: over a cycle, so it comes to every line.
 LOADS = 1 << 15
@@ -38,9 +38,9 @@ def cycle(lines: int, seed: int, window: int = WINDOW) -> np.ndarray:
     return successor
 
 
-def chase(table: jax.Array, start: jax.Array, loads: jax.Array) -> jax.Array:
-    """Where `loads` dependent loads from `start` lead."""
-    return lax.fori_loop(0, loads, lambda _, at: lax.dynamic_index_in_dim(table, at, keepdims=False), start)
+def chase(table: jax.Array, start: jax.Array) -> jax.Array:
+    """Where `LOADS` dependent loads from `start` lead."""
+    return lax.fori_loop(0, LOADS, lambda _, at: lax.dynamic_index_in_dim(table, at, keepdims=False), start)
 
 
 @dataclasses.dataclass
@@ -53,12 +53,16 @@ class Chase:
     source: str
 
     def execute(self) -> Reading:
-        """Walks the whole cycle, at most `LOADS` short ones, to have in the caches what stays there; then times."""
+        """Walks the whole cycle, to have in the caches what stays there, then on with the clock."""
         lines = self.table.size * 4 // LINE
-        self.at = jax.block_until_ready(self.compiled(self.table, self.at, jnp.int32(max(lines, LOADS))))
+        for _ in range(max(1, lines // LOADS)):
+            self._walk()
         started = time.perf_counter_ns()
-        self.at = jax.block_until_ready(self.compiled(self.table, self.at, jnp.int32(LOADS)))
+        self._walk()
         return Reading((time.perf_counter_ns() - started) / LOADS, clock_hz())
+
+    def _walk(self) -> None:
+        self.at = jax.block_until_ready(self.compiled(self.table, self.at))
 
 
 def generate(point: Point, target: Target) -> Chase:
@@ -67,9 +71,9 @@ def generate(point: Point, target: Target) -> Chase:
     lines = int(point["bytes"]) // LINE
     table = np.zeros(lines * words, np.int32)
     table[::words] = cycle(lines, seed=lines) * words
-    args = (jnp.asarray(table), jnp.int32(0), jnp.int32(LOADS))
+    args = (jnp.asarray(table), jnp.int32(0))
     traced = jax.jit(chase).trace(*args)
-    return Chase(traced.lower().compile(), args[0], args[1], str(traced.jaxpr))
+    return Chase(traced.lower().compile(), *args, str(traced.jaxpr))
 
 
 def points(quick: bool) -> Sequence[Point]:
