@@ -214,8 +214,12 @@ class Chained(Check):
 
     def problem(self, code: Code, template: object) -> str | None:
         expected, found = _number(template, self.count), code.chain(self.kind)
-        return None if found >= expected else (
-            f"expected {expected} instructions of kind {self.kind!r} that wait for each other, found {found} in a row"
+        return (
+            None
+            if found >= expected
+            else (
+                f"expected {expected} instructions of kind {self.kind!r} that wait for each other, found {found} in a row"
+            )
         )
 
 

@@ -156,7 +156,13 @@ class Gpu(Compiler):
     # -- execution --------------------------------------------------------------------------------------------------
 
     def launch(
-        self, template: Template, grid: int, block: int, arguments: Sequence[Any] = (), smem_bytes: int = 0, on: Any = None
+        self,
+        template: Template,
+        grid: int,
+        block: int,
+        arguments: Sequence[Any] = (),
+        smem_bytes: int = 0,
+        on: Any = None,
     ) -> None:
         """Launches a kernel; `on` is a graph that is being built, the stream by default."""
         kernel = self._kernel(template, smem_bytes)
@@ -203,9 +209,7 @@ class Gpu(Compiler):
         kernel = self._kernels[template]
         if smem_bytes > 48 * 1024:  # more has to be asked for
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._value(
-                self._driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, self._device.device_id)
-            )
+            self._value(self._driver.cuKernelSetAttribute(attribute, smem_bytes, kernel.handle, self._device.device_id))
         return kernel
 
     def _value(self, returned: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -309,4 +313,3 @@ def open_gpu(index: int = 0) -> tuple[str, Gpu]:
             ) from error
         raise DeviceError(f"GPU {index} cannot be used ({error}); --dry-run compiles the probes without one") from error
     return device.name, Gpu(device, bindings, core)
-

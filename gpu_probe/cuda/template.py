@@ -75,7 +75,9 @@ class Template:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The types of the kernel's arguments, as ``("const u64*", "u32")``."""
-        found = re.search(rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?{self.name}\s*\(([^)]*)\)", self.source)
+        found = re.search(
+            rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?{self.name}\s*\(([^)]*)\)", self.source
+        )
         if found is None:
             raise ValueError(f"{type(self).__name__}: no __global__ function {self.name} in its text")
         listed = [p.strip() for p in found[1].split(",") if p.strip()]

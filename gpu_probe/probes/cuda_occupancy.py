@@ -108,7 +108,9 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
         return {}
     enough = [warps for warps, rate in by.items() if rate >= _SATURATED * max(by.values())]
     lower = [warps for warps in by if warps < enough[0]]
-    method = f"fewest warps that reach {_SATURATED} of the best bandwidth, one load of 16 bytes under way in each thread"
+    method = (
+        f"fewest warps that reach {_SATURATED} of the best bandwidth, one load of 16 bytes under way in each thread"
+    )
     interval = (float(lower[-1]) if lower else float(enough[0]), float(enough[0]))
     return {"occupancy.saturation_warps": Property(enough[0], "count", "measured", method, interval, (NAME,))}
 

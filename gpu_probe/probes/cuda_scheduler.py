@@ -75,7 +75,9 @@ CHAINS = (1, 2, 4, 8)
 
 def points(quick: bool) -> list[Point]:
     """The table of warps and chains."""
-    return [{"warps": w, "ilp": n} for w in (WARPS[::2] if quick else WARPS) for n in (CHAINS[::2] if quick else CHAINS)]
+    return [
+        {"warps": w, "ilp": n} for w in (WARPS[::2] if quick else WARPS) for n in (CHAINS[::2] if quick else CHAINS)
+    ]
 
 
 def generate(point: Point, target: Target) -> CudaProgram:

@@ -151,6 +151,8 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
         for stride, values in dram.items():
             method = f"bytes used a second at stride {stride} over those at stride 1, from DRAM"
             found[f"coalescing.{stride}"] = measured([v / whole for v in values], "ratio", method, NAME)
+    for stride, counts in samples.of(NAME, level="l1").counters_by("stride", "ncu.sectors_per_request").items():
+        found[f"sectors.{stride}"] = measured(counts, "count", "sectors of a request, counted by Nsight Compute", NAME)
     sector = sector_bytes({stride: statistics.median(values) for stride, values in dram.items()})
     if sector is not None:
         method = "stride from which on fewer bytes used no longer means fewer bytes used a second, in words of 4 bytes"
@@ -192,5 +194,5 @@ PROBE = Probe(
     points=points,
     generate=generate,
     analyze=analyze,
-    properties=("coalescing.*", "sector.size", "l1.bw"),
+    properties=("coalescing.*", "sectors.*", "sector.size", "l1.bw"),
 )

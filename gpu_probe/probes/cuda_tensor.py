@@ -284,7 +284,9 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
     """Each type and shape by cycle; each type by second, at its fastest shape."""
     found: dict[str, Property] = {}
     best: dict[str, Samples] = {}
-    for instruction, dtype, n in sorted({(str(s.point["instruction"]), str(s.point["dtype"]), s.point["n"]) for s in samples}):
+    for instruction, dtype, n in sorted(
+        {(str(s.point["instruction"]), str(s.point["dtype"]), s.point["n"]) for s in samples}
+    ):
         own = samples.of(NAME, instruction=instruction, dtype=dtype, n=n)
         name = f"tensor_clk.{dtype}.{shape({'instruction': instruction, 'dtype': dtype, 'n': n})}"
         method = f"{instruction}, sums in {OPERANDS[dtype].result}, one block on each multiprocessor"
