@@ -1,7 +1,7 @@
 """Nsight Compute: drives `ncu` over the CUDA probes, reads what it counts, and holds that beside what the probes time.
 
-Names of metrics move between versions, so each is a list of aliases, of which the first that the installed profiler knows
-is asked for. Counting needs permission: an error of `ncu` (as ``ERR_NVGPUCTRPERM``) is passed on as it stands.
+Names of metrics move between versions, so each is a list of aliases, of which the first that the installed profiler
+knows is asked for. Counting needs permission: an error of `ncu` (as ``ERR_NVGPUCTRPERM``) is passed on as it stands.
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ def read_report(path: Path) -> list[Launch]:
 
 
 def resolve(known: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """What we count -> the first of its names whose metric the profiler knows (it lists them without what follows a dot).
+    """What we count -> the first of its names whose metric the profiler knows.
 
-    What it has under no name is left out: the cross-checks that need it are not made.
+    It lists metrics without what follows the dot. What it has under no name is left out, and with it the cross-checks
+    that need it.
     """
     bases = {name.partition(".")[0] for name in known}
     found = {}

@@ -64,8 +64,8 @@ class Chain:
         self._memory: Memory = gpu.allocate(footprint_bytes)
         gpu.write(self._memory, pointers(order, self._memory.address))
         self.start = Address(self._memory.address + int(order[0]) * LINE_BYTES)
-        # What is timed is at most a quarter of the first walker's part, and that is the part's oldest quarter: where the
-        # chain is larger than the cache, these are the lines that it no longer holds.
+        # What is timed is at most a quarter of the first walker's part, and the oldest quarter: where the chain is
+        # larger than the cache, these are the lines that it no longer holds.
         self._walkers = max(1, self.lines // (4 * timed_loads))
         self._part = -(-self.lines // self._walkers)
         starts = self._memory.address + order[:: self._part].astype(np.uint64) * np.uint64(LINE_BYTES)

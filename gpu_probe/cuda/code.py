@@ -1,4 +1,4 @@
-"""Compiled code, read: SASS from a disassembler or PTX, as instructions with what they write and read; and checks on it.
+"""Compiled code, read: SASS or PTX, as instructions with what they write and read; and checks on it.
 
 The optimizer knows nothing of what a probe is for. A chase whose loads could overlap would measure bandwidth, and a
 stride that was folded away would measure nothing, so each template says what must be true of its code.
@@ -214,13 +214,9 @@ class Chained(Check):
 
     def problem(self, code: Code, template: object) -> str | None:
         expected, found = _number(template, self.count), code.chain(self.kind)
-        return (
-            None
-            if found >= expected
-            else (
-                f"expected {expected} instructions of kind {self.kind!r} that wait for each other, found {found} in a row"
-            )
-        )
+        if found >= expected:
+            return None
+        return f"expected {expected} instructions of kind {self.kind!r}, each waiting for the last, found {found}"
 
 
 @dataclasses.dataclass(frozen=True)

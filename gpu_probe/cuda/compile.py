@@ -1,7 +1,8 @@
 """Compiles probe kernels with NVRTC, which needs no GPU, and checks what they became.
 
-NVRTC is called through cuda-core's bindings and not through `cuda.core.Program`: that asks the driver for its version
-before it gives PTX, and a machine that only compiles has no driver. One compilation gives PTX, cubin and what ptxas says.
+NVRTC is called through the bindings that cuda-core stands on and not through `cuda.core.Program`: that asks the driver
+for its version before it gives PTX, and a machine that only compiles has no driver. One compilation gives PTX, cubin
+and what ptxas says.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Compiled:
       template: what it was made of.
       arch: what it was compiled for.
       ptx, cubin: the code.
-      registers, spill_bytes, smem_bytes: of a thread, of a thread and (static) of a block; None where NVRTC did not say.
+      registers, spill_bytes: of a thread; None where NVRTC did not say.
+      smem_bytes: static, of a block.
       warnings: what ptxas remarks on its speed.
     """
 

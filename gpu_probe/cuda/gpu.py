@@ -130,7 +130,7 @@ class Gpu(Compiler):
         return Memory(self._device.allocate(size_bytes, stream=self._stream), size_bytes)
 
     def random(self, size_bytes: int, keep: int = 0xFFFFFFFF, one: int = 0) -> Memory:
-        """Memory with random words, of each the bits in `keep`, and those in `one` set; shared by all who ask for it."""
+        """Memory with random words, of each the bits in `keep`, and those in `one` set; shared by all who ask."""
         held = self._random.get((keep, one))
         if held is None or held[0] < size_bytes:
             self._random.pop((keep, one), None)

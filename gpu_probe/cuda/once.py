@@ -1,4 +1,6 @@
-"""Executes each program of one CUDA probe once, for a profiler: ``python -m gpu_probe.cuda.once cuda_stride [--quick]``.
+"""Executes each program of one CUDA probe once, for a profiler.
+
+Run as ``python -m gpu_probe.cuda.once cuda_stride [--quick]``.
 
 It prints a line of JSON for each: the point, and the kernel that it measures with.
 """

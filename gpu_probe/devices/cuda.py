@@ -19,8 +19,8 @@ def connect(name: str | None = None, compile_only: bool = False) -> Target:
     if not compile_only:
         if name is not None:
             raise DeviceError(
-                f"expected no name of a GPU, because probes run on the one at hand, found {name!r}; with --dry-run they "
-                "are compiled for another"
+                f"expected no name of a GPU, because probes run on the one at hand, found {name!r}; with --dry-run "
+                "they are compiled for another"
             )
         found, gpu = open_gpu()
         return Target("cuda", found, gpu.facts, handle=gpu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -134,8 +133,8 @@ PROBE = Probe(
     measures="bytes read, or read and written, a second",
     unit="B/s",
     parameters={"what": "read or copy", "array_bytes": "size of the array, about"},
-    expected="grows with the size towards the bandwidth of DRAM, because a launch takes some microseconds; reading is a "
-    "little faster than copying, which turns the memory's bus around",
+    expected="grows with the size towards the bandwidth of DRAM, because a launch takes some microseconds; reading is "
+    "a little faster than copying, which turns the memory's bus around",
     caveats=("the array is random: memory that compresses data would look faster on zeros",),
     points=points,
     generate=generate,

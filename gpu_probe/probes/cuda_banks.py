@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -90,12 +90,12 @@ def conflicts(stride: int, banks: int = 32) -> int:
 
 
 def analyze(samples: Samples) -> Mapping[str, Property]:
-    """Banks: the ways of the worst conflict. Width: bytes between words up to which there is none. Bandwidth: stride 1."""
+    """Banks: ways of the worst conflict. Width: bytes between words up to which there is none. Bandwidth: stride 1."""
     cost = {stride: statistics.median(values) for stride, values in samples.by("stride").items()}
     powers = [s for s in sorted(cost) if s & (s - 1) == 0]
     if not powers or powers[0] != 1 or powers[-1] < 32:
         return {}
-    free = next((a for a, b in zip(powers, powers[1:], strict=False) if cost[b] > _CONFLICT * cost[a]), None)
+    free = next((a for a, b in itertools.pairwise(powers) if cost[b] > _CONFLICT * cost[a]), None)
     bytes_a_cycle = [32 * 4 / v for v in samples.of(NAME, stride=1).values()]
     found = {"smem.bw": measured(bytes_a_cycle, "B/clk/SM", "loads of 4 bytes at stride 1, without conflicts", NAME)}
     if free is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AtLeast, NoneOf
 from gpu_probe.cuda.gpu import Gpu
-from gpu_probe.cuda.measure import CudaProgram, UNIT_FLOATS, median_ticks, on_every_sm, program
+from gpu_probe.cuda.measure import UNIT_FLOATS, CudaProgram, median_ticks, on_every_sm, program
 from gpu_probe.cuda.template import Template, check_range
 from gpu_probe.probe import Probe, Target
 from gpu_probe.property_map import Property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 import statistics
 from collections.abc import Mapping
@@ -91,7 +90,7 @@ def generate(point: Point, target: Target) -> CudaProgram:
 
 
 def analyze(samples: Samples) -> Mapping[str, Property]:
-    """The rate of the sizes that are as good as the best; nothing where even the largest is, so that none is left out."""
+    """The rate of the sizes that are as good as the best; nothing where even the largest is one of them."""
     by = {size: statistics.median(values) for size, values in samples.by("footprint_bytes").items()}
     if len(by) < 2 or by[max(by)] >= _PLATEAU * max(by.values()):
         return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_probe.cuda.chain import Chain, LINE_BYTES, Walk
+from gpu_probe.cuda.chain import LINE_BYTES, Chain, Walk
 from gpu_probe.cuda.code import Chained, NoneOf
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program
@@ -120,8 +120,8 @@ PROBE = Probe(
     measures="cycles of one load whose address is what the load before it has loaded",
     unit="cycles",
     parameters={"footprint_bytes": f"memory that the chain of pointers goes through, one in {LINE_BYTES} bytes"},
-    expected="three plateaus: about 33 cycles in the L1, 200 to 470 in the L2, 560 to 650 in DRAM; the steps are at the "
-    "sizes of the caches",
+    expected="three plateaus: about 33 cycles in the L1, 200 to 470 in the L2, 560 to 650 in DRAM; the steps are at "
+    "the sizes of the caches",
     caveats=(
         "the L2 plateau mixes the near and the far partition, see cuda_l2_distance",
         "address translation adds to the largest footprints",

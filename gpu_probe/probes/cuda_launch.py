@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

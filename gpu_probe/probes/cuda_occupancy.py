@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 import statistics
 from collections.abc import Mapping
@@ -42,7 +41,8 @@ extern "C" __global__ void $name(const uint4* x, u32* out, u32 rounds) {
                    : "memory");
     // what is needed at once keeps the next round from starting before this one has arrived
 #pragma unroll
-    for (u32 j = 0; j < $loads; ++j) asm volatile("xor.b32 %0, %0, %1;" : "+r"(sum) : "r"(v[j].x ^ v[j].y ^ v[j].z ^ v[j].w));
+    for (u32 j = 0; j < $loads; ++j)
+      asm volatile("xor.b32 %0, %0, %1;" : "+r"(sum) : "r"(v[j].x ^ v[j].y ^ v[j].z ^ v[j].w));
   }
   out[id] = sum;
 }
@@ -121,8 +121,8 @@ PROBE = Probe(
     measures="bytes read from DRAM a second with so many warps on each multiprocessor",
     unit="B/s",
     parameters={"warps": "resident on a multiprocessor", "loads": "of 16 bytes that each thread has under way"},
-    expected="grows in proportion to warps * loads while latency bounds it (Little's law: latency times bandwidth is what "
-    "must be under way), then stays at the bandwidth of DRAM; with four loads a quarter of the warps is enough",
+    expected="grows in proportion to warps * loads while latency bounds it (Little's law: latency times bandwidth is "
+    "what must be under way), then stays at the bandwidth of DRAM; with four loads a quarter of the warps is enough",
     caveats=(
         "what limits the warps is shared memory that is asked for and not used, which also takes room from the L1",
         "a GPU that cannot hold a number of blocks says so and has no value there",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AtLeast, Chained, NoneOf
 from gpu_probe.cuda.gpu import Gpu
-from gpu_probe.cuda.measure import CudaProgram, UNIT_FLOATS, median_ticks, on_every_sm, program
+from gpu_probe.cuda.measure import UNIT_FLOATS, CudaProgram, median_ticks, on_every_sm, program
 from gpu_probe.cuda.template import Template, check_choice
 from gpu_probe.probe import Probe, Target
 from gpu_probe.property_map import Property
@@ -127,8 +126,8 @@ PROBE = Probe(
     measures="multiply-adds of float32 that a multiprocessor finishes a cycle",
     unit="1/clk/SM",
     parameters={"warps": "on a multiprocessor", "ilp": "chains in each thread that do not need each other"},
-    expected="32 * warps * ilp / 4 while latency (4 cycles) bounds it, then 128: four warps must each issue every cycle; "
-    "warps and chains may stand in for each other",
+    expected="32 * warps * ilp / 4 while latency (4 cycles) bounds it, then 128: four warps must each issue every "
+    "cycle; warps and chains may stand in for each other",
     caveats=("fewer than four warps leave schedulers idle, whatever their chains",),
     points=points,
     generate=generate,

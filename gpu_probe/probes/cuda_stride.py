@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
 
 from gpu_probe.cuda.code import AddressedBy, AtLeast, NoneOf
 from gpu_probe.cuda.gpu import Gpu
-from gpu_probe.cuda.measure import CudaProgram, UNIT_FLOATS, median_ticks, on_every_sm, program, whole_waves
+from gpu_probe.cuda.measure import UNIT_FLOATS, CudaProgram, median_ticks, on_every_sm, program, whole_waves
 from gpu_probe.cuda.template import Template, check_range
 from gpu_probe.probe import Probe, Target
 from gpu_probe.property_map import Property
@@ -105,7 +105,7 @@ STRIDES = (1, 2, 4, 8, 16, 32)
 
 
 def points(quick: bool) -> list[Point]:
-    """Each stride in the L1 and in DRAM; all strides up to 8, and those that are no powers of two, only when not quick."""
+    """Each stride in the L1 and in DRAM; those that are no powers of two only when not quick."""
     strides = STRIDES if quick else tuple(sorted({*STRIDES, 3, 5, 6, 7, 12, 24}))
     return [{"level": level, "stride": stride} for level in ("l1", "dram") for stride in strides]
 
@@ -165,13 +165,13 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
 
 
 def sector_bytes(rates: Mapping[int, float]) -> int | None:
-    """The least that DRAM moves: the bytes between words from which on each further doubling of the stride costs nothing.
+    """The least that DRAM moves: the bytes between words from which on a doubling of the stride costs nothing.
 
     Up to there each request moves all bytes between its words, so the bytes used a second halve with each doubling;
     beyond, each word costs one sector. None where the rates do not end that way.
     """
     strides = [s for s in sorted(rates) if s & (s - 1) == 0]
-    kept = [2 * rates[b] / rates[a] for a, b in zip(strides, strides[1:], strict=False)]  # 1: halves, 2: stays
+    kept = [2 * rates[b] / rates[a] for a, b in itertools.pairwise(strides)]  # 1: halves, 2: stays
     flat = [b for b, ratio in zip(strides, kept, strict=False) if ratio > 1.5]
     if not flat or any(ratio < 1.5 for stride, ratio in zip(strides, kept, strict=False) if stride > flat[0]):
         return None
@@ -184,9 +184,9 @@ PROBE = Probe(
     measures="bytes that threads use a cycle and multiprocessor when lane k of a warp reads the word k * stride",
     unit="B/clk/SM",
     parameters={"level": "where the words lie: l1 or dram", "stride": "words of 4 bytes between neighbouring threads"},
-    expected="halves with each doubling of the stride while words still share a sector of 32 bytes (stride 8), because a "
-    "request then moves min(32, 4 * stride) sectors; in the L1 128 B/clk/SM at stride 1. Beyond stride 8 it stays, from "
-    "DRAM only beyond 16 where sectors are filled in pairs",
+    expected="halves with each doubling of the stride while words still share a sector of 32 bytes (stride 8), because "
+    "a request then moves min(32, 4 * stride) sectors; in the L1 128 B/clk/SM at stride 1. Beyond stride 8 it stays, "
+    "from DRAM only beyond 16 where sectors are filled in pairs",
     caveats=(
         "DRAM's part divides by the clock of the multiprocessors, which may change between the kernel and its reading",
         "large strides touch more pages, so that address translation adds to them",

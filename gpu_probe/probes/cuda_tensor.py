@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
@@ -75,7 +74,8 @@ extern "C" __global__ void $name(const u32* x, u64* ticks, $result* out, u32 rou
       for (u32 c = 0; c < $chains; ++c)
         asm volatile("mma.sync.aligned.m16n8k$k.row.col.$sum.$dtype.$dtype.$sum "
                      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+$constraint"(d[c][0]), "+$constraint"(d[c][1]), "+$constraint"(d[c][2]), "+$constraint"(d[c][3])
+                     : "+$constraint"(d[c][0]), "+$constraint"(d[c][1]),
+                       "+$constraint"(d[c][2]), "+$constraint"(d[c][3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
   }
@@ -121,10 +121,10 @@ extern "C" __global__ void $name(const u32* x, u64* ticks, $result* out, u32 rou
 
 @dataclasses.dataclass(frozen=True)
 class GroupProducts(Template):
-    """Each warpgroup runs wgmma m64, K of 32 bytes, on tiles of 128-byte rows in shared memory, swizzled over 128 bytes.
+    """Each warpgroup runs wgmma m64, K of 32 bytes, on tiles of 128-byte rows in shared memory, swizzled.
 
-    A round is `steps` products into one accumulator, along the rows and again from their start, and then waits for them:
-    two warpgroups fill each other's pauses. (A round that waits only for the one before makes ptxas serialize.)
+    A round is `steps` products into one accumulator, along the rows and again from their start, and then a wait for
+    them: two warpgroups fill each other's pauses. (A round that waits only for the one before makes ptxas serialize.)
 
     Attributes:
       dtype: one of `OPERANDS`.
@@ -135,7 +135,7 @@ class GroupProducts(Template):
 
     NAME = "probe_wgmma_${dtype}_n$n"
     TEXT = """
-// The matrix descriptor of a tile that starts at a multiple of 1024 bytes: eight rows are 1024 bytes apart, swizzle 128.
+// The descriptor of a tile that starts at a multiple of 1024 bytes: eight rows are 1024 bytes apart, swizzle 128.
 __device__ __forceinline__ u64 descriptor(u32 at) {
   return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -236,7 +236,7 @@ _WARPS, _ROUNDS = 8, 128
 
 def points(quick: bool) -> list[Point]:
     """Types and shapes: mma m16n8, wgmma m64 with 64 to 256 columns."""
-    warp = [{"instruction": "mma", "dtype": dtype, "n": 8} for dtype in WARP_DTYPES]
+    warp: list[Point] = [{"instruction": "mma", "dtype": dtype, "n": 8} for dtype in WARP_DTYPES]
     columns = (256,) if quick else (64, 128, 256)
     return warp + [{"instruction": "wgmma", "dtype": dtype, "n": n} for dtype in OPERANDS for n in columns]
 
@@ -315,7 +315,7 @@ PROBE = Probe(
     expected="wgmma with 256 columns reaches 4096 for bf16 and f16 on Hopper, 2048 for tf32, 8192 for e4m3 and s8; mma "
     "reaches about 60 % of it there, and everything on Ampere (2048 for bf16)",
     caveats=(
-        "the clock under such a load falls below the one that is measured just after it: rates a second are upper bounds",
+        "the clock under such a load falls below the one measured just after it: rates a second are upper bounds",
         "on GPUs newer than Hopper mma is not the fastest instruction, and wgmma is none at all: such points say so",
         "operands are random; zeros would run at a higher clock",
     ),
