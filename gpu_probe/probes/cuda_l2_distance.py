@@ -116,7 +116,7 @@ def analyze(samples: Samples) -> Mapping[str, Property]:
     near, far = (
         [s.counters[part] - s.counters["timing"] for s in samples if _two_kinds(s.counters)] for part in ("near", "far")
     )
-    if 2 * len(near) < len(samples):
+    if not near or 2 * len(near) < len(samples):
         return {}
     method = "medians of the two clusters of single loads past the L1, less what timing each of them adds"
     return {

@@ -11,14 +11,31 @@ from gpu_probe.samples import Sample, Samples
 TIME = "gpu__time_duration.sum"
 SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
 #: Documented form of ``--page raw --csv --print-units base``: names, units, one row a launch.
-DOCUMENTED = f'''\
-==PROF== Connected to process 1234
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","{TIME}","{SECTORS}"
-"","","","","","","","","","","","nsecond","sector/request"
-"0","1234","python","host","probe_stride_l1(const float *, unsigned long long *)","1","7","(1024, 1, 1)","(132, 1, 1)","0","9.0","12,345.50","4"
-"1","1234","python","host","probe_stride_l1(const float *, unsigned long long *)","1","7","(1024, 1, 1)","(132, 1, 1)","0","9.0","20000","8"
-"2","1234","python","host","probe_stride_dram","1","7","(256, 1, 1)","(1056, 1, 1)","0","9.0","30000","n/a"
-'''
+FIRST = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size")
+L1 = "probe_stride_l1(const float *, unsigned long long *)"
+ROWS = (
+    (*FIRST, "Device", "CC", TIME, SECTORS),
+    ("",) * 11 + ("nsecond", "sector/request"),
+    ("0", "1234", "python", "host", L1, "1", "7", "(1024, 1, 1)", "(132, 1, 1)", "0", "9.0", "12,345.50", "4"),
+    ("1", "1234", "python", "host", L1, "1", "7", "(1024, 1, 1)", "(132, 1, 1)", "0", "9.0", "20000", "8"),
+    (
+        "2",
+        "1234",
+        "python",
+        "host",
+        "probe_stride_dram",
+        "1",
+        "7",
+        "(256, 1, 1)",
+        "(1, 1, 1)",
+        "0",
+        "9.0",
+        "30000",
+        "n/a",
+    ),
+)
+TABLE = "\n".join(",".join(f'"{cell}"' for cell in row) for row in ROWS)
+DOCUMENTED = f"==PROF== Connected to process 1234\n{TABLE}\n"
 NAMES = {"seconds": TIME, "sectors_per_request": SECTORS}
 
 

@@ -34,20 +34,22 @@ LAUNCH_S, STREAM_S, GRAPH_S = 3e-6, 2.5e-6, 1.3e-6
 BYTES_PER_WARP_S = 4e12 / (132 * 20)
 TENSOR = {"mma": 2500.0, "wgmma": 4096.0}
 
+FACTS = {
+    "sm_count": 132,
+    "l2_bytes": L2_BYTES,
+    "smem_per_block_bytes": 232448,
+    "smem_per_sm_bytes": 233472,
+    "smem_reserved_bytes": 1024,
+    "threads_per_sm": 2048,
+    "blocks_per_sm": 32,
+}
+
 
 class FakeGpu:
     arch = "sm_90a"
-    facts = {
-        "sm_count": 132,
-        "l2_bytes": L2_BYTES,
-        "smem_per_block_bytes": 232448,
-        "smem_per_sm_bytes": 233472,
-        "smem_reserved_bytes": 1024,
-        "threads_per_sm": 2048,
-        "blocks_per_sm": 32,
-    }
 
     def __init__(self):
+        self.facts = FACTS
         self._next = 1 << 40
         self._memory = {}
         self._took = 0.0
@@ -218,4 +220,4 @@ MODEL = {
 
 
 def target():
-    return Target("cuda", "a GPU in numpy", FakeGpu.facts, handle=FakeGpu())
+    return Target("cuda", "a GPU in numpy", FACTS, handle=FakeGpu())

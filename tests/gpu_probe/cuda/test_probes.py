@@ -11,7 +11,7 @@ from gpu_probe.probe import DeviceError, Target
 from gpu_probe.probes import cuda_bandwidth, cuda_l2_distance, cuda_occupancy, cuda_stride, cuda_tensor, probes
 from gpu_probe.samples import Sample, Samples
 from tests.gpu_probe.cuda import fake_gpu
-from tests.gpu_probe.cuda.fake_gpu import CLOCK_HZ, FakeGpu
+from tests.gpu_probe.cuda.fake_gpu import CLOCK_HZ, FACTS, FakeGpu
 
 PROBES = {p.name: p for p in probes("cuda")}
 #: Few and small where the points of the probe are many and large.
@@ -114,7 +114,8 @@ def test_two_clusters_leave_the_slowest_loads_out():
 
 def test_a_sector_is_not_named_where_the_rates_do_not_flatten():
     assert cuda_stride.sector_bytes({1: 64.0, 2: 32.0, 4: 16.0, 8: 8.0}) is None
-    assert cuda_stride.sector_bytes({1: 64.0, 2: 32.0, 4: 16.0, 8: 8.0, 16: 7.9, 32: 7.7}) == 32 * 2
+    assert cuda_stride.sector_bytes({1: 64.0, 2: 32.0, 4: 16.0, 8: 8.0, 16: 7.9, 32: 7.7}) == 32
+    assert cuda_stride.sector_bytes({1: 64.0, 2: 32.0, 4: 16.0, 8: 8.0, 16: 4.0, 32: 3.9}) == 64
     assert cuda_stride.sector_bytes({}) is None
 
 
@@ -126,7 +127,7 @@ def test_time_over_bytes_is_a_line():
 
 @pytest.mark.parametrize("blocks", range(1, 17))
 def test_the_spoiler_leaves_room_for_so_many_blocks_and_no_more(blocks):
-    spoiler = cuda_occupancy.spoiler_bytes(FakeGpu.facts, blocks)
+    spoiler = cuda_occupancy.spoiler_bytes(FACTS, blocks)
     assert FakeGpu().resident_blocks(None, 128, spoiler) == blocks
 
 
