@@ -108,7 +108,7 @@ class Estimate:
 def estimate(op: FusedOp, found: PropertyMap, moved_bytes: int, launches: int) -> Estimate:
     """An operation that moves so many bytes in so many launches."""
     work = work_of(op)
-    parts = [("memory", float(moved_bytes), "B/s", BANDWIDTHS)]
+    parts: list[tuple[str, float, str, tuple[str, ...]]] = [("memory", float(moved_bytes), "B/s", BANDWIDTHS)]
     for dtype, flops in work.products.items():
         parts.append(("products", float(flops), "FLOP/s", tuple(n.format(dtype) for n in RATES)))
     if work.exponentials:
