@@ -19,7 +19,7 @@ from gpu_probe import report
 from gpu_probe.compare import against_system, compare
 from gpu_probe.devices import connect, kinds
 from gpu_probe.environment import load_average
-from gpu_probe.probe import DeviceError, Probe, Target
+from gpu_probe.probe import DeviceError, Probe, Target, Unsupported
 from gpu_probe.probes import probes
 from gpu_probe.progress import Progress
 from gpu_probe.property_map import MapError, PropertyMap, shipped
@@ -173,15 +173,20 @@ def _dry_run(target: Target, chosen: Sequence[Probe], quick: bool, console: Cons
     with Progress(f"compiling for {target.name}", len(points), console) as progress:
         for probe in chosen:
             own = [point for p, point in points if p is probe]
-            errors = []
+            errors, absent = [], []
             for point in own:
                 progress.advance(probe.name)
                 try:
                     probe.generate(point, target)
+                except Unsupported as error:
+                    absent.append(str(error))
                 except Exception as error:
                     errors.append(f"{dict(point)}: {type(error).__name__}: {error}")
             failed += len(errors)
-            progress.note(f"{probe.name}: {len(own) - len(errors)} of {len(own)} programs compile")
+            compiled = len(own) - len(errors) - len(absent)
+            progress.note(f"{probe.name}: {compiled} of {len(own)} programs compile")
+            for reason in dict.fromkeys(absent):
+                progress.note(f"  {absent.count(reason)} not for this device: {reason}")
             for error in errors:
                 progress.note(f"  failed: {error}")
     return EXIT_WRONG if failed else EXIT_DONE

@@ -22,6 +22,10 @@ class DeviceError(RuntimeError):
     """There is no such device here, or it cannot be used; the message is one sentence for the user."""
 
 
+class Unsupported(DeviceError):
+    """The device has nothing of the kind that a point asks for, which is no failure: the point has no value there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The machine that programs are generated for.
@@ -71,7 +75,8 @@ class Probe:
       expected: the shape that the result should have over the parameters, and why.
       caveats: what makes its results wrong or hard to read.
       points: ``points(quick) -> parameters`` to measure.
-      generate: ``generate(point, target) -> Program``, compiled. Raises `DeviceError` where the target cannot run it.
+      generate: ``generate(point, target) -> Program``, compiled. Raises `Unsupported` where the target
+        has nothing of the kind.
       analyze: ``analyze(samples) -> {name: Property}`` of all samples of this probe; pure, and empty where the samples
         do not tell.
       properties: names of the properties that `analyze` may give, as in `vocabulary`.

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_probe.environment import environment, load_average, now
 from gpu_probe.files import load_json, write_json_atomic
-from gpu_probe.probe import Probe, Program, Target
+from gpu_probe.probe import Probe, Program, Target, Unsupported
 from gpu_probe.property_map import Property, PropertyMap
 from gpu_probe.samples import Point, Sample, Samples, point_key
 
@@ -98,24 +98,28 @@ def measure(
     Each repetition visits all points of all probes in an order of its own, so that what changes while a run lasts
     (clock, neighbours, temperature) is part of the spread of each value and no trend along a parameter. Each visit
     executes the program once without counting, then once for the sample. Programs are generated at their first visit
-    and kept. A point that raises is visited no more.
+    and kept. A point that raises is visited no more, and one that the target has
+    nothing for is no failure.
     """
     points = [(probe, point) for probe in probes for point in probe.points(quick)]
     known = {(s.probe, point_key(s.point), s.repeat) for s in session.samples}
     programs: dict[tuple[str, str], Program] = {}
     failures: dict[tuple[str, str], Failure] = {}
+    absent: set[tuple[str, str]] = set()
     for repeat in range(session.config["repeats"]):
         order = list(points)
         random.Random(f"{session.config['seed']} {repeat}").shuffle(order)
         for probe, point in order:
             key = (probe.name, point_key(point))
             advance(f"{probe.name} {_text(point)}")
-            if key in failures or (*key, repeat) in known:
+            if key in failures or key in absent or (*key, repeat) in known:
                 continue
             try:
                 if key not in programs:
                     programs[key] = probe.generate(point, target)
                 session.add(_sample(probe, point, repeat, programs[key]))
+            except Unsupported:
+                absent.add(key)
             except Exception as error:
                 failures[key] = Failure(probe.name, point, f"{type(error).__name__}: {error}")
     session.write(failures=[dataclasses.asdict(f) for f in failures.values()], environment=facts(target))

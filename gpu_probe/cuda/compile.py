@@ -30,7 +30,7 @@ RUNNING = {"cuda.core": "cuda-core", **COMPILING}
 NVRTC = "nvidia-cuda-nvrtc"
 
 #: What the probes are compiled for, by the name of a GPU.
-ARCHS = {"a100": "sm_80", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100"}
+ARCHS = {"a100": "sm_80", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100", "l4": "sm_89"}
 
 
 class CompileError(RuntimeError):

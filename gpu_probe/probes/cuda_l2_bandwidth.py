@@ -10,7 +10,7 @@ from gpu_probe.cuda.code import AtLeast, NoneOf
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program, whole_waves
 from gpu_probe.cuda.template import Template, check_range
-from gpu_probe.probe import DeviceError, Probe, Target
+from gpu_probe.probe import Probe, Target, Unsupported
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Reading, Samples
 from gpu_probe.statistics import measured
@@ -80,7 +80,7 @@ def generate(point: Point, target: Target) -> CudaProgram:
         grid = whole_waves(gpu, _BLOCK)
         threads, elements = grid * _BLOCK, footprint // 16
         if elements < threads:
-            raise DeviceError(f"{footprint} bytes are fewer than one element of 16 bytes for each of {threads} threads")
+            raise Unsupported(f"{footprint} bytes are fewer than one element of 16 bytes for each of {threads} threads")
         rounds = max(1, _TOTAL_BYTES // (16 * threads * READ.unroll))
         x, out = gpu.random(footprint), gpu.allocate(4 * threads)
         seconds = gpu.seconds(lambda: gpu.launch(READ, grid, _BLOCK, (x, out, elements, rounds)))

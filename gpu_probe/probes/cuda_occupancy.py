@@ -10,7 +10,7 @@ from gpu_probe.cuda.code import AtLeast, NoneOf
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program
 from gpu_probe.cuda.template import Template, check_range
-from gpu_probe.probe import DeviceError, Probe, Target
+from gpu_probe.probe import Probe, Target, Unsupported
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Reading, Samples
 
@@ -79,7 +79,7 @@ def generate(point: Point, target: Target) -> CudaProgram:
         spoiler = spoiler_bytes(gpu.facts, blocks)
         resident = gpu.resident_blocks(stream, _BLOCK, spoiler)
         if resident != blocks:
-            raise DeviceError(
+            raise Unsupported(
                 f"{blocks} blocks a multiprocessor cannot be arranged on this GPU: {spoiler} bytes of shared memory a "
                 f"block leave room for {resident}"
             )

@@ -11,7 +11,7 @@ from gpu_probe.cuda.code import AtLeast, NoneOf
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, median_ticks, on_every_sm, program
 from gpu_probe.cuda.template import Template, check_choice, check_range
-from gpu_probe.probe import DeviceError, Probe, Target
+from gpu_probe.probe import Probe, Target, Unsupported
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Reading, Samples
 from gpu_probe.statistics import measured
@@ -245,13 +245,13 @@ def generate(point: Point, target: Target) -> CudaProgram:
     """One type and shape.
 
     Raises:
-      DeviceError: the target's tensor cores have no such instruction.
+      Unsupported: the target's tensor cores have no such instruction.
     """
     dtype, arch = str(point["dtype"]), str(target.handle.arch)
     if point["instruction"] == "mma":
         return program(target, _warp(WarpProducts(dtype)), WarpProducts(dtype))
     if arch != "sm_90a":
-        raise DeviceError(f"wgmma needs sm_90a, {target.name} is {arch}")
+        raise Unsupported(f"wgmma needs sm_90a, {target.name} is {arch}")
     template = GroupProducts(dtype, int(point["n"]))
     return program(target, _group(template), template)
 

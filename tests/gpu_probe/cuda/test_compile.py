@@ -14,7 +14,7 @@ from gpu_probe.cuda.code import read_ptx
 from gpu_probe.cuda.compile import CompileError, check_packages, compile_template
 from gpu_probe.cuda.gpu import CodeError, Compiler
 from gpu_probe.devices import connect
-from gpu_probe.probe import DeviceError
+from gpu_probe.probe import DeviceError, Unsupported
 from gpu_probe.probes import cuda_banks, cuda_latency, cuda_launch, cuda_tensor, probes
 
 ARCHS = ("sm_80", "sm_90a", "sm_100")
@@ -27,7 +27,7 @@ def compile_probe(name, target):
     for point in probe.points(False):
         try:
             probe.generate(point, target)
-        except DeviceError as error:
+        except Unsupported as error:
             refused.append(str(error))
     return refused
 
@@ -70,7 +70,7 @@ def test_a_dry_run_compiles_every_probe_for_h200():
 @pytest.mark.nvrtc
 def test_what_cannot_be_compiled_shows_what_nvrtc_said(monkeypatch):
     monkeypatch.setattr(cuda_launch.Nothing, "TEXT", 'extern "C" __global__ void $name() { nothing_of_that_name; }')
-    with pytest.raises(CompileError, match="(?s)probe_nothing cannot be compiled for sm_80.*nothing_of_that_name"):
+    with pytest.raises(CompileError, match=r"(?s)probe_nothing cannot be compiled for sm_80.*nothing_of_that_name"):
         compile_template(cuda_launch.Nothing(), "sm_80")
 
 
@@ -90,22 +90,18 @@ def test_missing_packages_are_named(monkeypatch):
 
     monkeypatch.setattr(compile_module, "_importable", lambda module: True)
     monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(nvrtcVersion=unloadable))
-    with pytest.raises(
-        ImportError, match="library NVRTC is not installed; install with: pip install nvidia-cuda-nvrtc"
-    ):
+    with pytest.raises(ImportError, match="NVRTC is not installed; install with: pip install nvidia-cuda-nvrtc"):
         check_packages({})
 
 
 def test_an_unknown_gpu_is_refused_with_those_there_are():
-    with pytest.raises(
-        DeviceError, match="expected a100, h100, h200, b200 or an architecture like sm_90a, found 'v100'"
-    ):
+    with pytest.raises(DeviceError, match="expected a100, .* or an architecture like sm_90a, found 'v100'"):
         connect("cuda", "v100", compile_only=True)
     with pytest.raises(DeviceError, match="expected no name of a GPU"):
         connect("cuda", "h200")
 
 
-def test_without_a_driver_the_run_is_refused_in_one_sentence(monkeypatch, capsys):
+def test_without_a_driver_the_run_is_refused_in_one_sentence(monkeypatch):
     def no_driver(index):
         raise RuntimeError('"cuda" is an NVIDIA driver library and can only be found via system search.')
 

@@ -7,7 +7,7 @@ import pytest
 from gpu_probe import ncu
 from gpu_probe.cuda import once
 from gpu_probe.cuda.gpu import Compiler, Memory, arch_of, typed
-from gpu_probe.probe import DeviceError, Target
+from gpu_probe.probe import DeviceError, Target, Unsupported
 from gpu_probe.probes import cuda_bandwidth, cuda_l2_distance, cuda_occupancy, cuda_stride, cuda_tensor, probes
 from gpu_probe.samples import Sample, Samples
 from tests.gpu_probe.cuda import fake_gpu
@@ -133,7 +133,7 @@ def test_the_spoiler_leaves_room_for_so_many_blocks_and_no_more(blocks):
 
 def test_what_the_target_cannot_run_says_so():
     old = Target("cuda", "a100", {}, present=False, handle=Compiler("sm_80"))
-    with pytest.raises(DeviceError, match="wgmma needs sm_90a, a100 is sm_80"):
+    with pytest.raises(Unsupported, match="wgmma needs sm_90a, a100 is sm_80"):
         cuda_tensor.generate({"instruction": "wgmma", "dtype": "bf16", "n": 256}, old)
 
 
