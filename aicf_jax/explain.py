@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from aicf_jax import hardware
 from aicf_jax.cache import Plan, build_plan
 from aicf_jax.derived import Backward, backward_program
 from aicf_jax.engine import Context, Fused
@@ -20,6 +21,7 @@ from aicf_jax.graph import Graph, build, schedule
 from aicf_jax.kernels import KERNELS, XLA, Kernel
 from aicf_jax.normalize import normalize
 from aicf_jax.ops import FusedOp
+from aicf_jax.ops._programs import machine
 from aicf_jax.outline import outlines
 from aicf_jax.pattern import Pattern
 from aicf_jax.patterns import FUSION_PATTERNS
@@ -27,7 +29,7 @@ from aicf_jax.plan import linearize
 from aicf_jax.policy import NUMERICS, TARGETS, Policy
 from aicf_jax.printer import type_text
 from aicf_jax.report import Fusion, Report
-from aicf_jax.select import cost_of, is_left_to_xla, kernel_for
+from aicf_jax.select import cost_of, is_left_to_xla, kernel_cost, kernel_for, unfused_cost
 from aicf_jax.verify import bound_of
 
 
@@ -142,6 +144,7 @@ def _fusion(fused: Fused, context: Context) -> Fusion:
         else "",
         rewrite=fused.rewrite,
         bound=bound_of(op),
+        hardware=hardware_text(op, platform),
     )
 
 
@@ -150,6 +153,20 @@ def _numerics(op: FusedOp, platform: str) -> str:
     kernel = kernel_for(op, platform)
     found = (op.semantic.numerics, kernel.numerics if kernel is not None else op.semantic.numerics)
     return max(found, key=NUMERICS.index)
+
+
+def hardware_text(op: FusedOp, platform: str) -> str:
+    """What the policy's property map tells of an operation, empty without one for the platform."""
+    found = op.context.policy.properties(platform)
+    if found is None:
+        return ""
+    kernel = kernel_for(op, platform)
+    before = unfused_cost(op, platform)
+    after = before if kernel is None else kernel_cost(kernel, op, platform)
+    both = [hardware.estimate(op, found, cost.moved_bytes, cost.launches) for cost in (before, after)]
+    # Only programs of mcir have tiles that are chosen for a machine.
+    tiled = machine(op) if kernel is not None and kernel.program is not None else None
+    return hardware.text(found, both[0], both[1], (tiled.used, tiled.missing) if tiled is not None else ((), ()))
 
 
 def program_text(op: FusedOp, platform: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
+
+from gpu_probe.property_map import MapError, PropertyMap
 
 #: Numerics classes from strict to loose. A rewrite is legal when its class is not looser than the policy's.
 NUMERICS = ("bitwise", "reassociated", "approximate")
@@ -56,6 +59,10 @@ class Policy:
         over it.
       tuning: path of a table of measured times (`aicf_jax.tune`), which kernels are then ranked by where it has them;
         None: by the bytes they move. It is read when a program is first rewritten.
+      hardware: a `gpu_probe.PropertyMap` of the machine, its path, or the name of one that comes with the package
+        (``"h200"``), read here. Tiles, the requirements of kernels on the machine, and the ranking of kernels then
+        follow it, for programs of its kind of device; `explain` says what it lacks. None: the system's description of
+        this machine's caches, and bytes.
 
     Raises:
       ValueError: naming the attribute, what was expected and what was found.
@@ -69,6 +76,7 @@ class Policy:
     ad: str = "complete"
     fuel: int | None = None
     tuning: str | None = None
+    hardware: PropertyMap | str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -84,6 +92,18 @@ class Policy:
 
         if self.tuning is not None and not isinstance(self.tuning, str):
             raise ValueError(f"Policy(tuning=...): expected None or a path as text, found {self.tuning!r}")
+        if isinstance(self.hardware, str | Path):
+            try:
+                object.__setattr__(self, "hardware", PropertyMap.load(self.hardware))
+            except MapError as error:
+                raise ValueError(f"Policy(hardware=...): {error}") from error
+        elif self.hardware is not None and not isinstance(self.hardware, PropertyMap):
+            raise ValueError(f"Policy(hardware=...): expected a PropertyMap or its path, found {self.hardware!r}")
+
+    def properties(self, platform: str) -> PropertyMap | None:
+        """The property map where it is of a platform's kind of device, else None."""
+        found = self.hardware if isinstance(self.hardware, PropertyMap) else None
+        return found if found is not None and TARGETS.get(found.kind) == platform else None
 
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""

@@ -36,6 +36,8 @@ class Fusion:
         ``Policy(verify=True)`` accepts.
       error: the largest such difference that `aicf_jax.compare` has measured; None where nothing was measured, because
         nothing was run or because the operation runs as its own equations.
+      hardware: what the policy's property map tells: seconds as written and as it runs, what they rest on, what the map
+        lacks. Empty without a map for the platform.
     """
 
     op: str
@@ -56,6 +58,7 @@ class Fusion:
     rewrite: int | None = None
     bound: float = 0.0
     error: float | None = None
+    hardware: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +160,7 @@ def _fusion_lines(f: Fusion) -> list[str]:
         f"        pattern {f.pattern}, kernel {f.kernel}, numerics {f.numerics}",
         f"        bytes {_arrow(f.bytes_before, f.bytes_after)}, "
         f"launches {_arrow(f.launches_before, f.launches_after)}",
+        *_block("hardware", f.hardware),
         *_block("backward", f.backward),
         *_block("program", f.program),
         *_block("backward program", f.backward_program),

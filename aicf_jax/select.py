@@ -1,8 +1,9 @@
 """Stage 6: from a fused operation to a kernel, for each platform the program may be lowered to.
 
 A kernel is a candidate when the operation's requirements are a subset of its capabilities; candidates are ranked by
-the bytes they move. "Leave it to XLA" is always a candidate, so fusing makes no program slower on purpose: it costs
-what the equations cost as written, and wins when nothing is cheaper.
+the bytes they move, or, where the policy has a map of the machine, by what bytes and launches take there. "Leave it to
+XLA" is always a candidate, so fusing makes no program slower on purpose: it costs what the equations cost as written,
+and wins when nothing is cheaper.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from aicf_jax import _compat, log, tuning
+from aicf_jax import _compat, hardware, log, tuning
 from aicf_jax.errors import FuseError, Refusal
 from aicf_jax.kernels import XLA, Kernel
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.policy import GENERIC
+from gpu_probe import units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +80,56 @@ def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal
     candidates = _candidates(op, platform)
     if not candidates:
         return XLA, []
-    unfused, seconds = op.semantic.unfused_bytes, tuning.times(op, platform)
-    best, best_bytes = XLA, unfused(op, platform) if unfused is not None else cost_of(op).bytes_before
+    seconds = tuning.times(op, platform)
+    best, best_cost = XLA, unfused_cost(op, platform)
     requirements, refusals = op.requirements(), []
     for kernel in candidates:
-        refusal = refusal_of(kernel, op, pattern, requirements)
-        moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost_of(op).bytes_after
+        refusal = refusal_of(kernel, op, pattern, requirements, platform)
+        cost = kernel_cost(kernel, op, platform)
         if refusal is None and kernel.name in seconds and best in seconds:
             if seconds[kernel.name] >= seconds[best]:
                 refusal = _measured_slower(kernel, op, pattern, seconds[kernel.name], best, seconds[best])
-        elif refusal is None and moved >= best_bytes:
-            refusal = _slower(kernel, op, pattern, moved, best, best_bytes)
+        elif refusal is None and cost.rank >= best_cost.rank:
+            refusal = _slower(kernel, op, pattern, cost, best, best_cost)
         refusal = refusal or _trial(kernel, op, pattern)
         if refusal is None:
-            best, best_bytes = kernel.name, moved
+            best, best_cost = kernel.name, cost
         else:
             refusals.append(refusal)
     return best, refusals
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """What one way to run an operation costs: bytes and launches, and their seconds where a map tells."""
+
+    moved_bytes: int
+    launches: int
+    seconds: float | None
+
+    @property
+    def rank(self) -> float:
+        """Less is better. All ways to run one operation on one platform have seconds, or none has."""
+        return self.moved_bytes if self.seconds is None else self.seconds
+
+
+def _ranked(op: FusedOp, platform: str, moved: int, launches: int) -> Ranked:
+    found = op.context.policy.properties(platform)
+    return Ranked(moved, launches, hardware.ranking_seconds(found, moved, launches))
+
+
+def unfused_cost(op: FusedOp, platform: str) -> Ranked:
+    """Of the operation left to XLA."""
+    cost, unfused = cost_of(op), op.semantic.unfused_bytes
+    moved = cost.bytes_before if unfused is None else unfused(op, platform)
+    return _ranked(op, platform, moved, cost.launches_before)
+
+
+def kernel_cost(kernel: Kernel, op: FusedOp, platform: str) -> Ranked:
+    """Of the operation as one kernel."""
+    cost = cost_of(op)
+    moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost.bytes_after
+    return _ranked(op, platform, moved, cost.launches_after)
 
 
 def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
@@ -108,8 +143,13 @@ def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
     ]
 
 
-def refusal_of(kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[str, Hashable]) -> Refusal | None:
-    """Why a kernel may not run an operation, whatever it costs; None when it may."""
+def refusal_of(
+    kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[str, Hashable], platform: str | None = None
+) -> Refusal | None:
+    """Why a kernel may not run an operation, whatever it costs; None when it may.
+
+    What it needs of the machine is asked where a platform is given and the policy has a map for it.
+    """
     policy = op.context.policy
 
     def refuse(code: str, expected: str, found: str) -> Refusal:
@@ -129,15 +169,29 @@ def refusal_of(kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[
         return refuse("deterministic", "a deterministic kernel", f"{kernel.name} is not")
     if not policy.allows(kernel.numerics):
         return refuse("numerics", f"numerics class {policy.numerics} or stricter", f"class {kernel.numerics}")
+    unmet_need = _unmet_need(kernel, op, platform)
+    if unmet_need is not None:
+        return refuse("hardware", *unmet_need)
     missing = kernel.available() if kernel.available is not None else None
     return None if missing is None else refuse("environment", *missing)
 
 
-def _slower(kernel: Kernel, op: FusedOp, pattern: str, moved: int, best: str, best_bytes: int) -> Refusal:
-    detail = f"kernel {kernel.name} would move no fewer bytes than {best}"
-    return Refusal(
-        pattern, "select", "no_gain", detail, f"fewer than {best_bytes} bytes, as {best} moves", str(moved), op.site
-    )
+def _unmet_need(kernel: Kernel, op: FusedOp, platform: str | None) -> tuple[str, str] | None:
+    found = op.context.policy.properties(platform) if platform is not None else None
+    if found is None or kernel.needs is None:
+        return None
+    return next((unmet for need in kernel.needs(op) if (unmet := need.unmet(found)) is not None), None)
+
+
+def _slower(kernel: Kernel, op: FusedOp, pattern: str, cost: Ranked, best: str, best_cost: Ranked) -> Refusal:
+    if cost.seconds is None or best_cost.seconds is None:
+        detail = f"kernel {kernel.name} would move no fewer bytes than {best}"
+        expected = f"fewer than {best_cost.moved_bytes} bytes, as {best} moves"
+        return Refusal(pattern, "select", "no_gain", detail, expected, str(cost.moved_bytes), op.site)
+    detail = f"kernel {kernel.name} would take no less than {best} on the machine of the property map"
+    expected = f"less than {units.text(best_cost.seconds, 's')} for {best_cost.moved_bytes} bytes, as {best} takes"
+    found = f"{units.text(cost.seconds, 's')} for {cost.moved_bytes} bytes"
+    return Refusal(pattern, "select", "no_gain", detail, expected, found, op.site)
 
 
 def _measured_slower(kernel: Kernel, op: FusedOp, pattern: str, took: float, best: str, best_took: float) -> Refusal:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpu_probe.property_map import PropertyMap
 from mcir.errors import MCIRError
 from mcir.ir import Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
 from mcir.lifetime import lifetimes, live_bytes, peak_bytes
@@ -39,6 +40,8 @@ class Hardware:
         tiles skip less. None: operations cost nothing.
       smallest: tiles are no smaller than this along axes that contractions go over, where an axis is that long.
       smallest_rows: the same for the axes of nests, which are the rows of products in streams; `smallest` where larger.
+      used: names of the properties that the numbers come from, where they come from a map; not part of equality.
+      missing: names of the properties that the map lacks, for which the numbers are assumed; not part of equality.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Hardware:
     flops_per_byte: float | None = None
     smallest: int = 16
     smallest_rows: int = 0
+    used: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    missing: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @classmethod
     def host(cls, folder: Path = _CACHES) -> Hardware:
@@ -87,6 +92,55 @@ class Hardware:
         balance = properties.get("flops_per_byte")
         name = str(properties.get("name", "described device"))
         return cls(name, int(properties[key]), step, None if balance is None else float(balance))
+
+    @classmethod
+    def from_map(cls, properties: PropertyMap, default: Hardware | None = None) -> Hardware:
+        """The machine of a property map.
+
+        On chip is the last cache that a CPU's map has, or the shared memory of a GPU's block. `step_bytes` is what
+        memory moves in a round's time, ``launch.loop_step * bandwidth`` (a CPU's; of a GPU's no property tells), and
+        `flops_per_byte` the rate of float32 products over the bandwidth. What the map lacks is `default`'s (of a CPU
+        the host's), and is named in `missing`; what no property tells, such as `smallest`, is `default`'s too.
+        """
+        is_cpu = properties.kind == "cpu"
+        if default is None:
+            default = cls.host() if is_cpu else cls("described device", 48 * 2**10, 2**14)
+        read = _Reader(properties)
+        cache = read("B", *(("l3.size", "l2.size", "l1.size") if is_cpu else ("smem.max_per_block",)))
+        bandwidth = read("B/s", *BANDWIDTHS)
+        rounds = read("s", "launch.loop_step") if is_cpu else None
+        rate = read("FLOP/s", *RATES) if bandwidth else None
+        return cls(
+            properties.name,
+            default.cache_bytes if cache is None else int(cache),
+            default.step_bytes if rounds is None or bandwidth is None else int(rounds * bandwidth),
+            default.flops_per_byte if rate is None or bandwidth is None else rate / bandwidth,
+            default.smallest,
+            default.smallest_rows,
+            tuple(read.used),
+            tuple(read.missing),
+        )
+
+
+#: What tells memory bandwidth and the rate of float32 products, best first.
+BANDWIDTHS = ("dram.bw_copy", "dram.bw_read", "dram.bw")
+RATES = ("gemm.float32", "tensor.tensorfloat32", "vector.float32")
+
+
+class _Reader:
+    """Reads a map and remembers which properties there were, and which there were not."""
+
+    def __init__(self, properties: PropertyMap):
+        self.properties, self.used, self.missing = properties, [], []
+
+    def __call__(self, unit: str, *names: str) -> float | None:
+        """The first of these properties; a 0, which nothing can be divided by, counts as missing."""
+        found = self.properties.first(names, unit)
+        if found is None or not found[1]:
+            self.missing.append(" or ".join(names))
+            return None
+        self.used.append(found[0])
+        return found[1]
 
 
 def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable[str] = ()) -> Program:

@@ -69,6 +69,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("jax has no GPU here; on a machine with one, set JAX_PLATFORMS=cuda")
     if item.get_closest_marker("aot") and importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("needs the `aot` extra: pip install '.[aot]'")
+    if item.get_closest_marker("nvrtc"):
+        from gpu_probe.cuda.compile import COMPILING, check_packages
+
+        try:
+            check_packages(COMPILING)
+        except ImportError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,8 @@ class Kernel:
         with `saving` what `save` returns counts as results. It may return None, for no partition.
       available: ``() -> None``, or what it needs of its surroundings and what there is instead, as two texts. Asked
         last, and only of a kernel that is made for the machine.
+      needs: ``needs(op)``, what it needs of the machine (`hardware.Need`, a sequence), held against the policy's
+        property map where there is one for the platform.
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
@@ -97,6 +99,7 @@ class Kernel:
     opaque: bool = False
     partition: Callable[[Any, bool], Any] | None = None
     available: Callable[[], tuple[str, str] | None] | None = None
+    needs: Callable[[Any], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:

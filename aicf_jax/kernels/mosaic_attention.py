@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._gemm_epilogue import NARROW
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
@@ -142,5 +142,6 @@ KERNEL = Kernel(
     cost_bytes=_bytes,
     save=_save,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

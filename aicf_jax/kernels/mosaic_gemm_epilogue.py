@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._gemm_epilogue import capabilities, forward
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops._matrices import Matrices
 
@@ -32,5 +32,6 @@ KERNEL = Kernel(
     capabilities("matrices whose last dimensions are multiples of 16 and whose others are multiples of 8", _fits),
     **forward(_library, _fits),
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from aicf_jax.kernels._gemm_epilogue import gradient, gradient_capabilities
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops._matrices import Rows, multiple
 
@@ -31,5 +31,6 @@ KERNEL = Kernel(
     gradient_capabilities("their number a multiple of 8 and that of columns of 16", _fits),
     **gradient(_library, _fits, in_place=True),
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -167,4 +167,4 @@ def moved_bytes(op: FusedOp) -> int:
     left = product.body.eqns[0].invars[0].aval
     depth = math.prod(left.shape[k] for k in contracted)
     flops = 2 * depth * math.prod(product.body.outvars[0].aval.shape)
-    return moved + int(flops / (_programs.host().flops_per_byte or 8.0))
+    return moved + int(flops / (_programs.machine(op).flops_per_byte or 8.0))

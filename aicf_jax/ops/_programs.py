@@ -10,6 +10,7 @@ import mcir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops._semantic import FusedOp, nbytes
+from gpu_probe.property_map import PropertyMap
 from mcir.derive import Derived, from_graph
 from mcir.lower_jax import lower
 from mcir.schedule import Hardware, ScheduleError, batch_axes, schedule
@@ -66,14 +67,27 @@ def host() -> Hardware:
     return dataclasses.replace(machine, cache_bytes=machine.cache_bytes // 2, step_bytes=2**21)
 
 
-def scheduled(program: mcir.Program) -> mcir.Program:
-    """Tiles for this machine. Batch axes stay whole: their arrays may be sharded along them.
+def machine(op: FusedOp) -> Hardware:
+    """What the program of an operation gets its tiles for: the machine of the policy's property map, else the host.
+
+    A measured cache is taken whole: it is what a walk through it leaves to be used.
+    """
+    described = op.context.policy.properties("cpu")
+    return host() if described is None else _described(described)
+
+
+@memo(8)
+def _described(properties: PropertyMap) -> Hardware:
+    return Hardware.from_map(properties, host())
+
+
+def scheduled(program: mcir.Program, machine: Hardware) -> mcir.Program:
+    """Tiles for a machine. Batch axes stay whole: their arrays may be sharded along them.
 
     Where not even the smallest tiles fit in the cache, for very many heads, they are taken all the same: what matters
     then is that nothing grows with the square of the length.
     """
     whole = batch_axes(program)
-    machine = host()
     least, rows = machine.smallest, machine.smallest_rows
     # All tiles together should take half of what they may; rows that fill all cores are worth the rest of it.
     choices = ((least, rows, 2), (least, rows, 1), (least, 0, 1), (128, 0, 1), (64, 0, 1), (16, 0, 1))
@@ -87,24 +101,24 @@ def scheduled(program: mcir.Program) -> mcir.Program:
     return program.with_blocks(**{a.name: min(16, a.size) for a in program.axes if a.name in looped})
 
 
-def cache_bytes(platform: str) -> int:
-    """What an intermediate may measure and still stay in the cache of a machine of this platform, beside its operands.
+def cache_bytes(op: FusedOp) -> int:
+    """What an intermediate may measure and still stay in the cache of a CPU, beside its operands.
 
-    Taken for the host's whatever the platform: no other has kernels yet.
+    Taken for other platforms too, which have no kernel of a memory flow program.
     """
-    return host().cache_bytes // 2
+    return machine(op).cache_bytes // 2
 
 
 @memo()
 def lowered(make: Any, op: FusedOp) -> Any:
     """The program of an operation as a function, with tiles for this machine."""
     derived = make(op)
-    return lower(dataclasses.replace(derived, program=scheduled(derived.program)))
+    return lower(dataclasses.replace(derived, program=scheduled(derived.program, machine(op))))
 
 
 def text(make: Any, op: FusedOp) -> str:
     """The program of an operation with its tiles."""
-    return str(scheduled(make(op).program))
+    return str(scheduled(make(op).program, machine(op)))
 
 
 def moved_bytes(op: FusedOp) -> int:
@@ -114,6 +128,6 @@ def moved_bytes(op: FusedOp) -> int:
 
 def unfused_bytes(op: FusedOp, platform: str) -> int:
     """Inputs and results once, and each larger intermediate written and read; what fits in the cache stays there."""
-    cache = cache_bytes(platform)
+    cache = cache_bytes(op)
     made = [v.aval for step in op.steps for eqn in step.body.eqns for v in eqn.outvars]
     return op.outer_bytes() + sum(2 * nbytes(a) for a in made if nbytes(a) > cache)

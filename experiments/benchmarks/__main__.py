@@ -20,6 +20,7 @@ from experiments.benchmarks.discovery import discover
 from experiments.benchmarks.fusers import FUSERS, identity
 from experiments.benchmarks.measure import Sampling
 from experiments.benchmarks.study import Context, Outcome, Study
+from gpu_probe.property_map import PropertyMap
 from pallas_kernels.command_line import positive
 
 OUTPUT = Path("results/benchmarks")
@@ -43,12 +44,17 @@ def parser(found: dict[str, Study]) -> argparse.ArgumentParser:
         "every program gets its fewest pairs even when it is used up"
     )
     programs_help = "only these programs of the suite, or baselines of the attention study"
+    map_help = (
+        "only attention: tiles by this property map (a path, or the name of a shipped one) against the default's; "
+        "`python -m gpu_probe run` makes one"
+    )
     lengths_help = "only these sequence lengths of the attention study"
     fuse_help = "what to compare with plain jit; identity shows the noise of the measurement (default: %(default)s)"
     result.add_argument("study", nargs="?", default="all", choices=names, help="what to run (default: all)")
     result.add_argument("--programs", nargs="+", metavar="NAME", help=programs_help)
     result.add_argument("--modes", nargs="+", metavar="MODE", help="only these modes, such as forward")
     result.add_argument("--lengths", nargs="+", type=int, metavar="N", help=lengths_help)
+    result.add_argument("--map", metavar="MAP", help=map_help)
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for JSON and PNG: %(default)s")
     result.add_argument("--budget", type=positive, metavar="SECONDS", help=budget_help)
     result.add_argument("--quick", action="store_true", help="small sizes and few pairs: does it run, not how fast")
@@ -77,7 +83,12 @@ def configuration(options: argparse.Namespace, sampling: Sampling, scale: float,
 
 
 def context_of(options: argparse.Namespace, console: Console) -> Context:
-    """The context of a run; its deadline is set for each study. Raises RuntimeError for a fuser that is not there."""
+    """The context of a run; its deadline is set for each study.
+
+    Raises:
+      RuntimeError: the fuser is not there.
+      ValueError: the property map is not there.
+    """
     quick = options.quick
     options.budget = options.budget or (QUICK_BUDGET_S if quick else BUDGET_S)
     sampling = Sampling(tolerance=0.1, max_pairs=32) if quick else Sampling()
@@ -97,6 +108,7 @@ def context_of(options: argparse.Namespace, console: Console) -> Context:
         quick=quick,
         fresh=options.fresh,
         sampling=sampling,
+        hardware=PropertyMap.load(options.map) if options.map else None,
     )
 
 
@@ -150,6 +162,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     # the heaviest first: what overruns its share (a busy machine) then takes from the smaller part
     by_weight = sorted(found.values(), key=lambda study: -study.weight)
     chosen = by_weight if options.study == "all" else [found[options.study]]
+    if options.map and options.study != "attention":
+        print("python -m experiments.benchmarks: --map is for the study attention: name it", file=sys.stderr)
+        return 2
     if options.study == "all" and (options.programs or options.modes):
         chosen = [study for study in chosen if not study.own_names]
     try:

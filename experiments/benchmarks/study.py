@@ -12,6 +12,7 @@ from rich.console import Console
 
 from experiments.benchmarks.fusers import Fuser
 from experiments.benchmarks.measure import Sampling
+from gpu_probe.property_map import PropertyMap
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Context:
     """One run: options, the fuser, where results go, and the time allowed.
 
     `deadline_s` is on the clock of `time.perf_counter`; `config` is what decides whether results can be continued.
-    `programs`, `modes` and `lengths` are None for all.
+    `programs`, `modes` and `lengths` are None for all. `hardware` is the property map of ``--map``.
     """
 
     fuser: Fuser
@@ -35,6 +36,7 @@ class Context:
     quick: bool = False
     fresh: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    hardware: PropertyMap | None = None
 
     def left_s(self) -> float:
         """Seconds to the deadline, at least 0."""

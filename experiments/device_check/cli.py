@@ -21,6 +21,7 @@ from experiments.benchmarks.report import print_table
 from experiments.device_check import report, timing
 from experiments.device_check.cases import every_case
 from experiments.device_check.dry_run import compile_cases
+from experiments.device_check.probes import run_probes
 from experiments.device_check.run import run
 from pallas_kernels import aot
 from pallas_kernels.command_line import positive
@@ -51,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
         "--budget", type=positive, metavar="SECONDS", help=f"for all of it (default: {BUDGET_S:.0f}; dry run: 1800)"
     )
     result.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON: %(default)s")
+    result.add_argument(
+        "--no-probes", action="store_true", help="leave the probes of gpu_probe out; --cases leaves them out as well"
+    )
     result.add_argument("--list", action="store_true", help="name the cases, and stop")
     return result
 
@@ -65,12 +69,13 @@ def main(
     arguments: Sequence[str] | None = None,
     console: Console | None = None,
     find_cases: Callable[[str], Mapping[str, DeviceCase]] = every_case,
+    probes: Callable[[str | None, Path], int] = run_probes,
 ) -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command line; returns the exit code. `probes` is the last step, see `run_probes`."""
     console = console or Console()
     options = parser().parse_args(arguments)
     target = options.target or target_of_device()
-    cases = _chosen(find_cases(target), options.cases)
+    cases, folder = _chosen(find_cases(target), options.cases), options.output / "probes"
     if not cases:
         return _refuse(f"no case has {options.cases} in its name; --list names them")
     if options.list:
@@ -78,13 +83,23 @@ def main(
             console.print(name, markup=False, highlight=False, soft_wrap=True)
         return EXIT_RIGHT
     if options.dry_run:
-        return dry(cases, target, options, console)
+        found = dry(cases, target, options, console)
+        return found if found == EXIT_USAGE else _with_probes(found, options, console, lambda: probes(target, folder))
     if jax.default_backend() != "gpu":
         return _refuse(
             f"there is no GPU here (jax runs on {jax.default_backend()}), so nothing was checked; --dry-run compiles "
             "everything for a GPU that is not there"
         )
-    return on_device(cases, options, console)
+    found = on_device(cases, options, console)
+    return found if found == EXIT_INTERRUPTED else _with_probes(found, options, console, lambda: probes(None, folder))
+
+
+def _with_probes(code: int, options: argparse.Namespace, console: Console, probes: Callable[[], int]) -> int:
+    """The exit code after the probes, where they are wanted; they tell by themselves what is wrong with them."""
+    if options.no_probes or options.cases is not None:
+        return code
+    console.print("probes", highlight=False)
+    return code if probes() == 0 else EXIT_WRONG
 
 
 def _refuse(text: str, code: int = EXIT_USAGE) -> int:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments._progress import Progress
-from experiments.device_check import ceilings, cli, correctness, report, timing
+from experiments.device_check import ceilings, cli, correctness, probes, report, timing
 from experiments.device_check.cases import every_case
 from experiments.device_check.run import run
 from pallas_kernels import device_case
@@ -256,9 +257,11 @@ def test_the_table(golden):
     golden(report.ceilings_text(CEILINGS) + "\n" + text_of(report.check_table(entries, CEILINGS, "CUPTI")))
 
 
-def main(capsys, *arguments, cases=None):
+def main(capsys, *arguments, cases=None, run_probes=lambda target, folder: 0):
     stream = io.StringIO()
-    code = cli.main(list(arguments), Console(file=stream, width=200), lambda target: cases or {"a/small": small()})
+    code = cli.main(
+        list(arguments), Console(file=stream, width=200), lambda target: cases or {"a/small": small()}, run_probes
+    )
     return code, stream.getvalue() + capsys.readouterr().err
 
 
@@ -317,3 +320,31 @@ def test_every_case_compiles_for_an_h200_without_spills(capsys, tmp_path):
         assert entry["kernel"]["count"] <= entry["unfused"]["count"], name
         if re.match(r"gemm_epilogue/.*\d+x\d+x\d+", name):
             assert any("wgmma" in key for m in entry["kernel"]["mosaic"] for key in m["tensor_core"]), name
+
+
+# -- probes ----------------------------------------------------------------------------------------------------
+
+
+def test_the_probes_are_the_last_step_unless_left_out(monkeypatch, capsys, tmp_path):
+    seen = []
+    monkeypatch.setattr(cli, "dry", lambda *arguments: 0)
+
+    def run_probes(target, folder):
+        seen.append((target, folder))
+        return 1
+
+    where = ("--dry-run", "--output", str(tmp_path))
+    assert main(capsys, *where, run_probes=run_probes)[0] == 1 and seen == [("h200", tmp_path / "probes")]
+    assert main(capsys, *where, "--no-probes", run_probes=run_probes)[0] == 0
+    assert main(capsys, *where, "--cases", "small", run_probes=run_probes)[0] == 0
+    assert len(seen) == 1
+
+
+def test_the_probes_run_in_a_process_of_their_own(monkeypatch, capsys, tmp_path):
+    here, described = (probes.command(target, tmp_path)[1:] for target in (None, "a100"))
+    assert here == ["-m", "gpu_probe", "run", "--device", "cuda", "--output", str(tmp_path), "--quick"]
+    assert described[-3:] == ["--dry-run", "--target", "a100"]
+    monkeypatch.setattr(probes, "command", lambda target, folder: [sys.executable, "-c", target])
+    assert probes.run_probes("raise SystemExit(2)", tmp_path) == 2
+    assert probes.run_probes("import time; time.sleep(60)", tmp_path, timeout_s=0.2) == 1
+    assert "the probes took longer than 0.2 seconds and were stopped" in capsys.readouterr().err

@@ -456,7 +456,7 @@ def test_temporaries_do_not_grow_with_rows_times_classes(total):
 
 
 def test_logits_that_fit_in_the_cache_are_left_to_xla(monkeypatch):
-    monkeypatch.setattr(_loss_programs._programs, "cache_bytes", lambda platform: 2**30)
+    monkeypatch.setattr(_loss_programs._programs, "cache_bytes", lambda op: 2**30)
     aicf_jax.clear_caches()
     assert only(aicf_jax.explain(head(by_optax), H, W, LABELS)).kernel == "xla"
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from gpu_probe import Property, PropertyMap
 from mcir.schedule import Hardware, ScheduleError, batch_axes, schedule
 from tests.mcir.programs import attention, backward, moments
 
@@ -128,3 +129,50 @@ def test_described_device():
     with pytest.raises(KeyError, match="expected shared_memory_per_block_bytes, found name"):
         Hardware.from_properties({"name": "h200"})
     assert dataclasses.replace(device, flops_per_byte=2.0).flops_per_byte == 2.0
+
+
+# -- property maps --------------------------------------------------------------------------------------------------
+
+
+def map_of(kind, **properties):
+    values = {k.replace("__", "."): Property(*v, "datasheet", "test") for k, v in properties.items()}
+    return PropertyMap({"kind": kind, "name": "test"}, values)
+
+
+def test_a_map_of_a_cpu():
+    found = Hardware.from_map(
+        map_of(
+            "cpu",
+            l1__size=(32, "KiB"),
+            l3__size=(4, "MiB"),
+            dram__bw_copy=(20, "GB/s"),
+            dram__bw_read=(40, "GB/s"),
+            gemm__float32=(100, "GFLOP/s"),
+            launch__loop_step=(10, "us"),
+        ),
+        Hardware("default", 1, 1, 1.0, 256, 512),
+    )
+    assert found == Hardware("test", 4 * 2**20, 200_000, 5.0, 256, 512)
+    assert found.used == ("l3.size", "dram.bw_copy", "launch.loop_step", "gemm.float32") and not found.missing
+    assert schedule(attention(**LARGE), found).peak_bytes() <= 4 * 2**20
+
+
+def test_a_map_of_a_gpu():
+    found = Hardware.from_map(PropertyMap.load("h200"))
+    assert found.cache_bytes == 232448 and found.flops_per_byte == pytest.approx(494.7e12 / 4.8e12)
+    assert found.used == ("smem.max_per_block", "dram.bw", "tensor.tensorfloat32")
+    assert schedule(attention(**LARGE), found).peak_bytes() <= 232448
+
+
+def test_what_a_map_lacks_is_assumed_and_named():
+    default = Hardware("default", 2**20, 2**16, 8.0, 16, 32)
+    found = Hardware.from_map(map_of("cpu"), default)
+    assert found == dataclasses.replace(default, name="test")
+    assert found.missing == (
+        "l3.size or l2.size or l1.size",
+        "dram.bw_copy or dram.bw_read or dram.bw",
+        "launch.loop_step",
+    )
+    zero = Hardware.from_map(map_of("cpu", dram__bw=(0, "B/s"), gemm__float32=(1, "FLOP/s")), default)
+    assert zero.flops_per_byte == 8.0
+    assert Hardware.from_map(map_of("cpu")).cache_bytes == Hardware.host().cache_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments._io import load_average
 from experiments._progress import Progress
-from experiments.benchmarks.attention import memory, peers
+from experiments.benchmarks.attention import memory, peers, tiles
 from experiments.benchmarks.attention.cases import FULL, QUICK, STACK, STACK_MODE, Case, Sizes, all_cases, baselines
 from experiments.benchmarks.attention.measuring import measure_case
 from experiments.benchmarks.attention.report import attention_chart, attention_table, entry_text
@@ -64,8 +64,15 @@ def measure_missing(context: Context, wanted: dict[str, Case], results: Results)
             progress.finish(key, entry_text(entry))
 
 
+def items(context: Context) -> list[str]:
+    """Keys of what would be measured."""
+    return list(tiles.cases_of(context, sizes_of(context)) if context.hardware is not None else cases_of(context))
+
+
 def run(context: Context) -> Outcome:
-    """Measures what is not finished yet; prints the table, draws the chart."""
+    """Measures what is not finished yet; prints the table, draws the chart. With ``--map``: as `tiles.run`."""
+    if context.hardware is not None:
+        return tiles.run(context, sizes_of(context), context.hardware)
     wanted = cases_of(context)
     config = {**context.config, "peers": peers.versions()}
     results = Results(context.output / "attention.json", "attention", config, context.fresh)
@@ -83,4 +90,4 @@ def run(context: Context) -> Outcome:
 
 
 # the lightest: its long calls overrun any share, so the other studies go first
-STUDY = Study("attention", "causal attention, GPT stack", run, lambda c: list(cases_of(c)), weight=0.5, own_names=True)
+STUDY = Study("attention", "causal attention, GPT stack", run, items, weight=0.5, own_names=True)
