@@ -68,18 +68,21 @@ class ForwardConfig:
         return _loads_bytes(self.tile_v, self.stages) + TILE_ROWS * 4 * 8 + 4096
 
 
-def default_forward(rows: int, classes: int, depth: int, sm_count: int | None = None) -> ForwardConfig:
-    """A configuration for ``X [rows, depth]`` and ``W [depth, classes]``.
+def default_forward(
+    rows: int, classes: int, depth: int, plain: bool = True, sm_count: int | None = None
+) -> ForwardConfig:
+    """A configuration for ``X [rows, depth]`` and ``W [depth, classes]``; `plain`: neither softcap nor sum of logits.
 
-    So many parts of the vocabulary that the rows of CTAs that run at the same time stay in the cache; from there on as
+    The widest tiles leave few registers: they are for plain logits of whole tiles. So many parts of the vocabulary that the rows of CTAs that run at the same time stay in the cache; from there on as
     many as fill the device evenly, where a part costs half a tile for its start.
     """
-    sms, blocks, tiles = _mosaic.sm_count(sm_count), cdiv(rows, TILE_ROWS), cdiv(classes, 256)
+    tile_v = 256 if plain and classes % 256 == 0 else 192
+    sms, blocks, tiles = _mosaic.sm_count(sm_count), cdiv(rows, TILE_ROWS), cdiv(classes, tile_v)
     least = min(tiles, cdiv(sms * TILE_ROWS * depth * 2, _CACHED_BYTES))
     # Parts of as many tiles as there can be: none may be left without.
     possible = sorted({cdiv(tiles, each) for each in range(1, cdiv(tiles, least) + 1)})
     splits = min((s for s in possible if s <= sms), key=lambda s: cdiv(blocks * s, sms) * (cdiv(tiles, s) + 0.5), default=1)
-    return ForwardConfig(splits=splits)
+    return ForwardConfig(tile_v, 4 if tile_v == 256 else 5, splits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,9 @@ from pallas_kernels.linear_cross_entropy.config import (
     default_forward,
 )
 
+#: Classes that are worked on at a time.
+_PART = 16
+
 
 class Numbers(NamedTuple):
     """Of each row, float32 ``[R]``: max x, ``sum exp(base (x - m))``, x at the label, and ``sum x`` (None: not asked)."""
@@ -75,7 +78,7 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    problem, config = _problem(x, w, labels, trans_w, scale, softcap, base, config, interpret is not None)
+    problem, config = _problem(x, w, labels, trans_w, scale, softcap, base, with_sum, config, interpret is not None)
     count = 4 if with_sum else 3
     parts = _call(problem, config, count, interpret)(*aligned(x, w), labels_of(labels, problem.classes))
     return _merged(problem, parts[:, :, : problem.rows])
@@ -83,11 +86,11 @@ def forward(
 
 def _problem(
     x: Any, w: Any, labels: Any, trans_w: bool, scale: float, softcap: float | None, base: float,
-    config: ForwardConfig | None, simulated: bool,
+    with_sum: bool, config: ForwardConfig | None, simulated: bool,
 ) -> tuple[Logits, ForwardConfig]:  # fmt: skip
     if config is None:
         classes, depth = w.shape if trans_w else w.shape[::-1]
-        config = default_forward(x.shape[0], classes, depth)
+        config = default_forward(x.shape[0], classes, depth, softcap is None and not with_sum)
     tile = config.tile_v, config.stages, simulated
     return logits("forward", x, w, labels, trans_w, scale, softcap, base, tile), config
 
@@ -169,8 +172,8 @@ def _rows(p: Logits, first: Any, count: Any, numbers: int, labels: Any, smem: di
     gpu.barrier_wait(loaded)
 
     def step(ragged: bool, tile: Any, carry: Any) -> Any:
-        z = p.capped(product(p, tile, smem))
-        return _add_tile(p, z, (first + tile) * p.tile_v, smem["labels_smem"].at[wg], carry, ragged)
+        total = product(p, tile, smem)
+        return _add_tile(p, total, (first + tile) * p.tile_v, smem["labels_smem"].at[wg], carry, ragged)
 
     zeros = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
     carry = (jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), *(zeros,) * (numbers - 1))
@@ -181,18 +184,29 @@ def _rows(p: Logits, first: Any, count: Any, numbers: int, labels: Any, smem: di
     return carry
 
 
-def _add_tile(p: Logits, z: Any, column: Any, labels: Any, carry: Any, ragged: bool) -> Any:
-    """``(power, sum of 2^(unit z - power), z at the label, sum of z)`` with a tile."""
-    old, weight, taken, *total = carry
-    shape = z.shape
-    where = columns(shape, column)
-    taken = taken + jnp.sum(jnp.where(where == beside(labels[...], shape), z, 0.0), axis=1)
-    if total:  # beyond W there are zeros
-        total = [total[0] + jnp.sum(z, axis=1)]
-    if ragged:
-        z = jnp.where(where < p.classes, z, -jnp.inf)
-    power = jnp.maximum(old, jnp.max(z, axis=1) * p.unit)
+def _add_tile(p: Logits, total: Any, column: Any, labels: Any, carry: Any, ragged: bool) -> Any:
+    """``(power, sum of 2^(unit z - power), z at the label, sum of z)`` with a tile, of which `total` is X W.
+
+    Some classes at a time, added up element beside element: little is in registers besides the tile, and what goes
+    from thread to thread does so once.
+    """
+    old, weight, taken, *sums = carry
+    shape = WARPGROUP_ROWS, _PART
+    label = beside(labels[...], shape)
+    parts, tops, here, all_z = [], [], [], []
+    for j in range(0, p.tile_v, _PART):
+        z = p.capped(total[:, j : j + _PART])
+        where = columns(shape, column + j)
+        here.append(jnp.where(where == label, z, 0.0))
+        all_z.append(z)  # beyond W there are zeros
+        parts.append(jnp.where(where < p.classes, z, -jnp.inf) if ragged else z)
+        tops.append(parts[-1])
+    taken = taken + jnp.sum(functools.reduce(jnp.add, here), axis=1)
+    if sums:
+        sums = [sums[0] + jnp.sum(functools.reduce(jnp.add, all_z), axis=1)]
+    power = jnp.maximum(old, jnp.max(functools.reduce(jnp.maximum, tops), axis=1) * p.unit)
+    taken, power, parts = jax.lax.optimization_barrier((taken, power, parts))
     known = _finite(power)
-    e = jnp.exp2(z * p.unit - beside(known, shape))
-    weight = weight * jnp.exp2(old - known) + jnp.sum(e, axis=1)
-    return power, weight, taken, *total
+    shift = beside(known, shape)
+    e = functools.reduce(jnp.add, [jnp.exp2(z * p.unit - shift) for z in parts])
+    return power, weight * jnp.exp2(old - known) + jnp.sum(e, axis=1), taken, *sums
