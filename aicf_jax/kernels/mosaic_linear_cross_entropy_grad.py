@@ -16,8 +16,9 @@ from aicf_jax.ops import FusedOp
 def _run(op: FusedOp, *arguments: Any) -> tuple[Any, ...]:
     assert op.origin is not None
     forward, wanted = op.origin
-    *saved, ct = arguments[len(forward.in_avals) :]
-    return gradients(forward, arguments[: len(forward.in_avals)], saved, ct, wanted)
+    n = len(forward.in_avals)
+    _, *saved, ct = arguments[n:]  # the result comes first
+    return gradients(forward, arguments[:n], saved, ct, wanted)
 
 
 def _bytes(op: FusedOp) -> int:
