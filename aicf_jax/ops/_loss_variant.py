@@ -110,11 +110,10 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     (classes,) = view.dims[axis]
     rows = tuple(a for d, axes in enumerate(view.dims) if d != axis for a in axes)
     depth = tuple(graph.values[found.dot].param("over"))
-    a, b = (graph.values[i].axes for i in found.operands)
-    left, right = found.operands if classes in b else found.operands[::-1]
+    left, right = found.operands if classes in graph.values[found.operands[1]].axes else found.operands[::-1]
     x_axes, w_axes = (tuple(a for d in graph.views[i].dims for a in d) for i in (left, right))
     depth = tuple(a for a in w_axes if a in depth)
-    if set(w_axes) != {classes, *depth} or set(x_axes) != {*rows, *depth} or classes in (a if left != right else ()):
+    if set(w_axes) != {classes, *depth} or set(x_axes) != {*rows, *depth}:
         raise Unidentified("a product with other axes than rows, depth and classes")
     if w_axes not in ((*depth, classes), (classes, *depth)) or not depth:
         raise Unidentified("classes between the axes that are contracted")
