@@ -30,7 +30,7 @@ KERNEL = Kernel(
     "streamed_linear_cross_entropy",
     "linear_cross_entropy",
     ("cpu",),
-    {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY},
+    {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY, "variant": ANY},
     _run,
     cost_bytes=_loss_programs.moved_bytes,
     save=_save,

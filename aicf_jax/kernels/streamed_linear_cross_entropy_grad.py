@@ -23,7 +23,7 @@ KERNEL = Kernel(
     "streamed_linear_cross_entropy_grad",
     "linear_cross_entropy_grad",
     ("cpu",),
-    {"dtypes": ANY, "recomputes": {True}},
+    {"dtypes": ANY, "recomputes": {True}, "variant": ANY},
     _run,
     cost_bytes=_programs.moved_bytes,
     program=_program,

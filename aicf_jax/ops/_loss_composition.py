@@ -178,32 +178,48 @@ def _held(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any) -> 
     return jnp.where(jnp.isfinite(ct) | (passes > 0), ct, jnp.zeros_like(ct))
 
 
+def pull_loss(
+    op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any, beside: Sequence[int]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Cotangents of l, of what was taken, and of inputs beside the logits, as far as they do not go through these."""
+    m, l, *taken = saved
+
+    def loss(l: Any, taken: Sequence[Any], *xs: Any) -> Any:
+        return rows_of(op, _given(inputs, beside, xs)).loss(m, l, taken)
+
+    dl, dtaken, *terms = jax.vjp(loss, l, list(taken), *[inputs[i] for i in beside])[1](ct)
+    return dl, dtaken, terms
+
+
+def places_of(op: FusedOp, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Inputs that the logits depend on, and those that the rest of the loss does."""
+    slot, *others = loss_step(op).operands
+    before = [i for i in wanted if i in reads(op, slot, -1)]
+    return before, [i for i in wanted if any(i in reads(op, s, -1) for s in others)]
+
+
+def _given(inputs: Sequence[Any], where: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+    replaced = dict(zip(where, xs, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(inputs)]
+
+
 def _pull_rows(
     op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int], again: bool = True
 ) -> list[Any]:
     """Cotangents from the numbers of each row; the logits are computed again, and no array of their size is kept."""
-    m, l, *taken = saved
-    slot, *others = loss_step(op).operands
-    before = [i for i in wanted if i in reads(op, slot, -1)]
-    beside = [i for i in wanted if any(i in reads(op, s, -1) for s in others)]
-
-    def given(where: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        replaced = dict(zip(where, xs, strict=True))
-        return [replaced.get(i, x) for i, x in enumerate(inputs)]
+    m = saved[0]
+    before, beside = places_of(op, wanted)
 
     def logits(*xs: Any) -> Any:
-        return evaluate_rows(op, given(before, xs), slot)
+        return evaluate_rows(op, _given(inputs, before, xs), loss_step(op).operands[0])
 
     def numbers(x: Any, *xs: Any) -> list[Any]:
-        rows = rows_of(op, given(beside, xs))
+        rows = rows_of(op, _given(inputs, beside, xs))
         return [rows.total(x, m, again), *rows.taken_from(x)]
-
-    def loss(l: Any, taken: Sequence[Any], *xs: Any) -> Any:
-        return rows_of(op, given(beside, xs)).loss(m, l, taken)
 
     direct = [inputs[i] for i in beside]
     x, pull_logits = jax.vjp(logits, *[inputs[i] for i in before])
-    dl, dtaken, *terms = jax.vjp(loss, l, list(taken), *direct)[1](ct)
+    dl, dtaken, terms = pull_loss(op, inputs, saved, ct, beside)
     dx, *more = jax.vjp(numbers, x, *direct)[1]([dl, *dtaken])
     found = dict(zip(before, pull_logits(dx), strict=True))
     for i, a, b in zip(beside, terms, more, strict=True):

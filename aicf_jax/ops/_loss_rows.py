@@ -96,6 +96,22 @@ class Rows:
         label = label.transpose([places.index(p) for p in ascending])
         return label.reshape([label.shape[ascending.index(d)] if d in places else 1 for d in range(len(dims))])
 
+    def label_of(self, vid: int) -> Any:
+        """What a pick takes from each row: integers beside x, with a dimension of one for the vocabulary."""
+        pick = self.region.picks[vid]
+        label = self._labels(pick, self.region.log.forms[pick.operand].dims)
+        n = self.graph.values[self.region.x].aval.shape[self.region.axis]
+        return jnp.clip(label, 0, n - 1) if pick.clipped else label
+
+    def weights_of(self, vid: int, x: Any) -> Any:
+        """Of a sum what the elements of x are multiplied by: beside x, of its shape and type."""
+        found = self.region.sums[vid]
+        order = [d for d in self.region.log.forms[found.base].dims if d is not None]
+        w = self._linear(found.operand, found.base, jnp.ones_like(x).transpose(order))
+        if found.other is not None:
+            w = w * self._beside(found, len(order)).astype(w.dtype)
+        return w.transpose([order.index(d) for d in range(len(order))])
+
     def _summed(self, found: Sum, x: Any) -> list[Any]:
         form = self.region.log.forms[found.base]
         keep = self._kept(form.mask)

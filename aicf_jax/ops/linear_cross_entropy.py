@@ -31,6 +31,7 @@ from aicf_jax.ops import _loss_programs
 from aicf_jax.ops._absorb import absorb
 from aicf_jax.ops._loss_composition import cotangent, input_names, names, save, side_by_side
 from aicf_jax.ops._loss_proof import prove
+from aicf_jax.ops._loss_variant import variant
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp
 from aicf_jax.pattern import Match
 
@@ -76,6 +77,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
         "operand_dtypes": tuple(str(op.slot_avals[s].dtype) for s in product.operands),
         "output_dtype": str(op.out_avals[0].dtype),
         "steps": tuple(step.name for step in op.steps),
+        "variant": variant(op),
     }
 
 

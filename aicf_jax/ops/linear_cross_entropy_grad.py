@@ -11,6 +11,7 @@ from typing import Any
 
 from aicf_jax.attrs import Schema
 from aicf_jax.ops import _programs
+from aicf_jax.ops._loss_variant import variant
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.linear_cross_entropy import FIELDS
 
@@ -23,7 +24,11 @@ def _attributes(match: Any) -> Mapping[str, object]:
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     products = any(eqn.primitive.name == "dot_general" for step in op.steps for eqn in step.body.eqns)
-    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})), "recomputes": products}
+    return {
+        "dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})),
+        "recomputes": products,
+        "variant": "a batch of losses" if op.origin is None else variant(op.origin[0]),
+    }
 
 
 OP = SemanticOp(

@@ -1,0 +1,37 @@
+"""``mosaic_linear_cross_entropy_grad``: `pallas_kernels.linear_cross_entropy.backward`, for losses of rows, for Hopper.
+
+Logits and their gradient are made again, a block of the vocabulary at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._kernel import ANY, Kernel
+from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients
+from aicf_jax.ops import FusedOp
+
+
+def _run(op: FusedOp, *arguments: Any) -> tuple[Any, ...]:
+    assert op.origin is not None
+    forward, wanted = op.origin
+    n = len(forward.in_avals)
+    _, *saved, ct = arguments[n:]  # the result comes first
+    return gradients(forward, arguments[:n], saved, ct, wanted)
+
+
+def _bytes(op: FusedOp) -> int:
+    return op.outer_bytes() + (0 if op.origin is None else bytes_of_product(op.origin[0]))
+
+
+KERNEL = Kernel(
+    "mosaic_linear_cross_entropy_grad",
+    "linear_cross_entropy_grad",
+    ("cuda",),
+    {"dtypes": ANY, "recomputes": {True}, "variant": VARIANT},
+    _run,
+    cost_bytes=_bytes,
+    targets=TARGETS,
+    opaque=True,
+)
