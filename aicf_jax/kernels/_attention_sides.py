@@ -31,7 +31,7 @@ def arrays(op: FusedOp, v: Variant, heads: tuple[tuple[str, ...], tuple[str, ...
         return _laid_out(x, side.axes, [*heads, *((a,) for a in last)], sizes)
 
     r = v.roles
-    truth = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}
+    truth: dict[tuple[str, ...], list[Any]] = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}
     for mask in v.masks:
         if isinstance(mask, Mask):
             last = _last(v, mask.side)

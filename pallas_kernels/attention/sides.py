@@ -171,7 +171,9 @@ def load(sides: Sides, refs: Mapping[str, Any], smem: Any, place: Any, keys: Any
         source = refs[f"key_ids_{i}"].at[(*_index(shape, batch, head), keys)]
         gpu.copy_gmem_to_smem(source, smem[f"key_ids_{i}_smem"].at[slot], loaded)
     for name, shape in (("mask", sides.mask), ("bias", sides.bias)):
-        for wg, queries in enumerate(rows if shape is not None else ()):
+        if shape is None:
+            continue
+        for wg, queries in enumerate(rows):
             source = refs[name].at[(*_index(shape, batch, head), queries, keys)]
             gpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot, wg], loaded)
     if sides.key_bias is not None:

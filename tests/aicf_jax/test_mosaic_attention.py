@@ -31,6 +31,7 @@ def struct(*shape, dtype="bfloat16"):
 
 
 Q, K = struct(B, S, H, D), struct(B, S, 2, D)
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def tril(s, t=None, k=0):
@@ -107,7 +108,7 @@ TAKEN = {
                 {**CAUSAL, "lower": 0, "upper": None, "scale": 0.125}),
     "softcap": (capped, (Q, Q, Q), {**CAUSAL, "softcap": 30.0, "scale": 0.125}),
     "mask added": (added, (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
-    "lowest fill": (masked(tril, jnp.finfo(jnp.float32).min), (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
+    "lowest fill": (masked(tril, LOWEST), (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
     "heads of 128": (masked(tril), (struct(B, S, H, 128),) * 3, {**CAUSAL, "scale": 128**-0.5}),
     "heads of 80": (masked(tril), (struct(B, S, H, 80),) * 3, {**CAUSAL, "scale": 80**-0.5}),
     "heads of 256": (masked(tril), (struct(B, S, H, 256),) * 3, {**CAUSAL, "scale": 256**-0.5}),
@@ -143,7 +144,6 @@ def test_taken_on_an_h200_where_it_moves_less(name):
 
 BIAS = struct(B, H, S, S)
 MASK = struct(B, 1, 1, S, dtype="bool")
-LOWEST = float(jnp.finfo(jnp.float32).min)
 NOT_TAKEN = {
     "traced scale": (lambda q, k, v, s: weighted(scores(q, k) * s, v), (Q, Q, Q, struct(dtype="float32")), "no number"),
     "fill that scores may reach": (masked(tril, -1e9), (Q, Q, Q), "fills with -1e+09"),

@@ -26,7 +26,7 @@ def off(found, wanted):
     """How far numbers are apart; nothing where both are the same infinity, or no number: rows that see nothing."""
     found = exactly(found)
     with np.errstate(invalid="ignore"):
-        return np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0, np.abs(found - wanted))
+        return np.asarray(np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0, np.abs(found - wanted)))
 
 
 def score_error(case, q, k, beside):
