@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic
 from pallas_kernels.attention import merge, online, sides
 from pallas_kernels.attention.config import QUERY_ROWS, ForwardConfig, head_swizzle
-from pallas_kernels.attention.online import at
+from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem, problem
 from pallas_kernels.attention.sides import ATOM_ROWS, Arrays
 

@@ -11,44 +11,30 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import sides
+from pallas_kernels.attention import scores, sides
 from pallas_kernels.attention.config import QUERY_ROWS
+from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.scores import Band, Blocks
 
 #: Registers of a thread that computes, beside one that loads, where two warpgroups compute.
 _REGISTERS = 232
 
 
-def at(ref: Any, layout: str, batch: Any, head: Any, rows: Any) -> Any:
-    """Some rows of one head."""
-    return ref.at[batch, rows, head] if layout == "bshd" else ref.at[batch, head, rows]
-
-
 # -- which blocks of keys ----------------------------------------------------------------------------------------------
 
 
-def limits(p: Problem, place: Any) -> tuple[Any, Any, Any, Any]:
-    """``(first, full, ragged, stop)``: the blocks of keys that the CTA of some rows visits.
-
-    Those in ``full <= block < ragged`` are seen by all its rows as a whole, as far as limits on the distance go.
-    """
+def visited(p: Problem, place: Any) -> Blocks:
+    """The blocks of keys that the CTA of some rows visits; which are seen as a whole, as far as the band goes."""
     _, _, first_row, split = place
-    width, last_row = p.config.block_k, jnp.minimum(first_row + p.config.rows, p.queries) - 1
-    first = split * p.split_blocks
-    stop = jnp.minimum(first + p.split_blocks, p.key_blocks)
-    skips = _skips(p)
-    full, ragged = jnp.int32(0), jnp.int32(p.keys // width)
-    if p.lower is not None:
-        low = jnp.maximum(first_row + p.lower, 0)
-        first = jnp.maximum(first, jax.lax.div(low, jnp.int32(width))) if skips else first
-        full = jax.lax.div(jnp.maximum(last_row + p.lower, 0) + (width - 1), jnp.int32(width))
-    if p.upper is not None:
-        high = jax.lax.div(last_row + p.upper, jnp.int32(width)) + 1
-        stop = jnp.minimum(stop, high) if skips else stop
-        ragged = jnp.minimum(ragged, jax.lax.div(first_row + p.upper + 1, jnp.int32(width)))
+    last_row = jnp.minimum(first_row + p.config.rows, p.queries) - 1
+    found = scores.blocks(p.band, first_row, last_row, p.keys, p.config.block_k, False)
+    low = split * p.split_blocks
+    high = jnp.minimum(low + p.split_blocks, p.key_blocks)
+    first, stop = (jnp.maximum(found.first, low), jnp.minimum(found.stop, high)) if _skips(p) else (low, high)
     stop = jnp.maximum(stop, first)
-    full = jnp.minimum(jnp.maximum(full, first), stop)
-    return first, full, jnp.minimum(jnp.maximum(ragged, full), stop), stop
+    full = jnp.minimum(jnp.maximum(found.full, first), stop)
+    return Blocks(first, full, jnp.minimum(jnp.maximum(found.ragged, full), stop), stop)
 
 
 def _skips(p: Problem) -> bool:
@@ -58,27 +44,27 @@ def _skips(p: Problem) -> bool:
 
 def may_go_on(p: Problem) -> bool:
     """Whether a CTA may turn back to the blocks it left out, for rows that arrays left nothing to see."""
-    has_limits = (p.lower, p.upper) != (None, None)
-    return p.sides.fill != -math.inf and p.sides.has_arrays and has_limits and p.config.splits == 1
+    has_band = p.band != Band(None, None)
+    return p.sides.fill != -math.inf and p.sides.has_arrays and has_band and p.config.splits == 1
 
 
 def visit(p: Problem, place: Any, smem: Any, me: int, do: Callable[[Any, Any], None]) -> Any:
     """``do(step, block)`` for the blocks that a CTA visits; how many there were. `me`: which one waits to go on."""
     pl = _mosaic.mosaic().pl
-    first, _, _, stop = limits(p, place)
+    found = visited(p, place)
 
-    @pl.loop(first, stop)
+    @pl.loop(found.first, found.stop)
     def _visible(block: Any) -> None:
-        do(block - first, block)
+        do(block - found.first, block)
 
-    steps = stop - first
+    steps = found.count
     if not may_go_on(p):
         return steps
     rest = _rest(p, smem, me, steps)
 
     @pl.loop(0, rest)
     def _others(i: Any) -> None:
-        do(steps + i, _left_out(i, first, stop))
+        do(steps + i, _left_out(i, found))
 
     return steps + rest
 
@@ -90,8 +76,8 @@ def _rest(p: Problem, smem: Any, me: Any, steps: Any) -> Any:
     return jnp.where(sum(wanted) > 0, p.key_blocks - steps, 0)
 
 
-def _left_out(i: Any, first: Any, stop: Any) -> Any:
-    return jnp.where(i < first, i, i - first + stop)
+def _left_out(i: Any, found: Blocks) -> Any:
+    return jnp.where(i < found.first, i, i + found.count)
 
 
 # -- one warpgroup -----------------------------------------------------------------------------------------------------
@@ -110,27 +96,24 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, head, here), smem["rows"].at[wg], loaded)
     ids = sides.query_ids(p.sides, extra, batch, head, here, p.simulated)
     gpu.barrier_wait(loaded)
-    first, full, ragged, stop = limits(p, place)
-    step = functools.partial(_step, p, first_row, ids, smem)
-    has_limits, has_tail = (p.lower, p.upper) != (None, None), bool(p.keys % c.block_k)
+    found, step = visited(p, place), functools.partial(_step, p, first_row, ids, smem)
 
     def visible(carry: Any) -> Any:
-        def run(masked: bool, start: Any, end: Any, carry: Any) -> Any:
-            return jax.lax.fori_loop(start, end, lambda b, x: step(masked, b - first, b, x), carry)
+        def one(masked: bool, block: Any, carry: Any) -> Any:
+            return step(masked, block - found.first, block, carry)
 
-        if p.lower is not None:
-            carry = run(True, first, full, carry)
-        carry = run(False, full, ragged, carry)
-        return run(True, ragged, stop, carry) if has_limits or has_tail else carry
+        return scores.sweep(found, p.band, bool(p.keys % c.block_k), one, carry)
 
     carry = _in_turns(p, wg, smem, visible, _nothing(p))
     if may_go_on(p):
-        steps = stop - first
         _say(p, wg, smem, carry[1])
-        rest = _rest(p, smem, wg, steps)
+        rest = _rest(p, smem, wg, found.count)
 
         def others(carry: Any) -> Any:
-            return jax.lax.fori_loop(0, rest, lambda i, x: step(True, steps + i, _left_out(i, first, stop), x), carry)
+            def one(i: Any, carry: Any) -> Any:
+                return step(True, found.count + i, _left_out(i, found), carry)
+
+            return jax.lax.fori_loop(0, rest, one, carry)
 
         carry = _in_turns(p, wg, smem, others, carry)
     _write(p, place, wg, here, carry, out, statistics, smem)
@@ -209,12 +192,12 @@ def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: A
         return acc[...]
 
     gpu.barrier_wait(smem["k_loaded"].at[slot])
-    scores = pl.run_scoped(products, gpu.ACC((QUERY_ROWS, c.block_k), jnp.float32))
-    scores = _seen_scores(p, scores, first_row, ids, smem, slot, masked, block)
+    x = pl.run_scoped(products, gpu.ACC((QUERY_ROWS, c.block_k), jnp.float32))
+    x = _seen_scores(p, x, first_row, ids, smem, slot, masked, block)
     if p.sides.has_arrays:
         gpu.commit_smem()  # read, before TMA writes there again
     gpu.barrier_arrive(smem["k_used"].at[slot])
-    power, correction, e = _exponentials(p, scores, old)
+    power, correction, e = _exponentials(p, x, old)
     weight = weight * correction + jnp.sum(e, axis=1)
     total = total * jax.lax.broadcast_in_dim(correction, total.shape, (0,))
     e = e.astype(p.dtype)
@@ -222,7 +205,8 @@ def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: A
     if c.ping_pong:
         gpu.barrier_wait(smem["turn"].at[wg])
     gpu.barrier_wait(smem["v_loaded"].at[slot])
-    total = _add_product(p, total, e, smem["v_smem"].at[slot], smem)
+    staging = smem["p_smem"].at[wg] if p.simulated else None
+    (total,) = scores.add_products((total,), ((e, smem["v_smem"].at[slot]),), staging)
     gpu.barrier_arrive(smem["v_used"].at[slot])
     return total, power, weight
 
@@ -230,73 +214,39 @@ def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: A
 def _unit(p: Problem) -> float:
     """The exponential of a score is 2 to the score, as `_seen_scores` gives it, times this."""
     scale = 1.0 if p.sides.is_exact else p.scale if p.softcap is None else p.softcap
-    return scale * math.log2(math.e)
+    return scale * scores.LOG2_E
 
 
-def _seen_scores(
-    p: Problem, scores: Any, first_row: Any, ids: Any, smem: Any, slot: Any, masked: bool, block: Any
-) -> Any:
+def _seen_scores(p: Problem, x: Any, first_row: Any, ids: Any, smem: Any, slot: Any, masked: bool, block: Any) -> Any:
     """Scores with all that stands between the product and the softmax, but for a factor: see `_unit`."""
     wg, s = jax.lax.axis_index("wg"), p.sides
     if p.softcap is not None:
         # tanh x = 1 - 2 / (1 + e^2x)
-        scores = 1 - 2 / (1 + jnp.exp2(scores * (2 * p.scale / p.softcap * math.log2(math.e))))
+        x = 1 - 2 / (1 + jnp.exp2(x * (2 * p.scale / p.softcap * scores.LOG2_E)))
     if s.is_exact:
-        scores = scores * (p.scale if p.softcap is None else p.softcap)
-    scores = sides.biased(s, scores, smem, slot, wg, p.simulated)
-    seen = [sides.seen(s, ids, scores.shape, smem, slot, wg, p.simulated)]
-    tail = None
+        x = x * (p.scale if p.softcap is None else p.softcap)
+    x = sides.biased(s, x, smem, slot, wg, p.simulated)
+    first_key, tail = block * p.config.block_k, p.keys if p.keys % p.config.block_k else None
+    one_mask = masked and s.fill == -math.inf
+    seen = [sides.seen(s, ids, x.shape, smem, slot, wg, p.simulated)]
     if masked:
-        inside, tail = _inside(p, first_row, block)
-        seen.append(inside)
-    found = [x for x in seen if x is not None]
-    if found:
-        scores = jnp.where(functools.reduce(jnp.logical_and, found), scores, s.fill)
-    return scores if tail is None else jnp.where(tail, scores, -jnp.inf)
+        seen.append(scores.seen(p.band, x.shape, first_row, first_key, tail if one_mask else None))
+    conditions = [c for c in seen if c is not None]
+    if conditions:
+        x = jnp.where(functools.reduce(jnp.logical_and, conditions), x, s.fill)
+    if masked and not one_mask and tail is not None:
+        # Where there is no key there is no fill either.
+        x = jnp.where(scores.seen(Band(None, None), x.shape, first_row, first_key, tail), x, -jnp.inf)
+    return x
 
 
-def _inside(p: Problem, first_row: Any, block: Any) -> tuple[Any, Any]:
-    """Which scores of a block limits leave, and which belong to a key there is; None: all."""
-    shape = QUERY_ROWS, p.config.block_k
-    key = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + block * p.config.block_k
-    query = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first_row
-    conditions = []
-    if p.upper is not None:
-        conditions.append(key <= query + p.upper)
-    if p.lower is not None:
-        conditions.append(key >= query + p.lower)
-    inside = functools.reduce(jnp.logical_and, conditions) if conditions else None
-    tail = key < p.keys if p.keys % p.config.block_k else None
-    return inside, tail
-
-
-def _exponentials(p: Problem, scores: Any, old: Any) -> tuple[Any, Any, Any]:
+def _exponentials(p: Problem, x: Any, old: Any) -> tuple[Any, Any, Any]:
     """``(power, factor of earlier sums, e)``."""
     unit = _unit(p)
-    power = jnp.maximum(old, jnp.max(scores, axis=1) * (1.0 if p.sides.is_exact else unit))
+    power = jnp.maximum(old, jnp.max(x, axis=1) * (1.0 if p.sides.is_exact else unit))
     # Rows that have seen nothing yet.
     known = jnp.where(power == -jnp.inf, 0.0, power)
-    beside = jax.lax.broadcast_in_dim(known, scores.shape, (0,))
+    beside = jax.lax.broadcast_in_dim(known, x.shape, (0,))
     if p.sides.is_exact:
-        return power, jnp.exp2((old - known) * unit), jnp.exp2((scores - beside) * unit)
-    return power, jnp.exp2(old - known), jnp.exp2(scores * unit - beside)
-
-
-def _add_product(p: Problem, total: Any, e: Any, values: Any, smem: Any) -> Any:
-    """``total + e V``. The simulator knows no product of registers, and no accumulator that starts with a value."""
-    pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
-    if not p.simulated:
-
-        def add(acc: Any) -> None:
-            gpu.wgmma(acc, e, values)
-
-        return pl.run_state(add)(gpu.ACC.init(total))
-    staged = smem["p_smem"].at[jax.lax.axis_index("wg")]
-    staged[...] = e
-    gpu.commit_smem()
-
-    def product(acc: Any) -> Any:
-        gpu.wgmma(acc, staged, values)
-        return acc[...]
-
-    return total + pl.run_scoped(product, gpu.ACC(total.shape, jnp.float32))
+        return power, jnp.exp2((old - known) * unit), jnp.exp2((x - beside) * unit)
+    return power, jnp.exp2(old - known), jnp.exp2(x * unit - beside)

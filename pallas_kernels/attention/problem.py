@@ -17,6 +17,7 @@ from pallas_kernels.attention.config import (
     default_forward,
     is_head_dim,
 )
+from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides
 
 LAYOUTS = ("bshd", "bhsd")
@@ -52,6 +53,10 @@ class Problem:
     def group(self) -> int:
         """Heads of Q for each head of K and V."""
         return self.heads // self.kv_heads
+
+    @property
+    def band(self) -> Band:
+        return Band(self.lower, self.upper)
 
     @property
     def key_blocks(self) -> int:

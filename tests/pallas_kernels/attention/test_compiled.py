@@ -73,8 +73,8 @@ def test_few_queries_are_a_kernel_and_what_merges_its_parts(reports, name):
     report = reports[name]
     assert not isinstance(report, Exception), report
     assert report.counts["mosaic"] == 1 and report.spill_bytes == 0, report
-    # What merges is two; ids of padding are made longer by one.
-    assert report.count <= 3 + DECODE[name].padding and "wgmma" in str(report), report
+    # Two merge; one makes queries longer, or ids of padding.
+    assert report.count <= 4 and "wgmma" in str(report), report
 
 
 def test_a_program_is_one_kernel_with_temporaries_that_do_not_grow_with_the_square(reports):
@@ -87,9 +87,9 @@ def test_a_program_is_one_kernel_with_temporaries_that_do_not_grow_with_the_squa
 @pytest.mark.parametrize("name", ["fused, padded", "fused, biased"])
 def test_masks_and_biases_of_a_program_are_read_by_the_kernel(reports, name):
     report = reports[name]
-    # Ids of padding are made first.
-    assert report.counts["mosaic"] == 1 and report.spill_bytes == 0 and report.count <= 3, report
-    assert report.temporaries_bytes <= 2 * B * S * H * D, report
+    # Ids of padding are made first, and flax scales Q.
+    assert report.counts["mosaic"] == 1 and report.spill_bytes == 0 and report.count <= 4, report
+    assert report.temporaries_bytes <= 2 * (B * S * H * D * 2), report
 
 
 def test_a_program_with_gradients_has_the_kernel_forward(reports):
