@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.device import forward_case
+from pallas_kernels.attention.device_sides import beside_case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,4 +230,14 @@ DEVICE = (
     forward_case(2, 4096, 16, 128, causal=True, kv_heads=4),
     forward_case(2, 4096, 16, 64, causal=True, window=512),
     forward_case(4, 1000, 16, 64, causal=True),
+    forward_case(2, 2048, 16, 256, causal=True),
+    forward_case(4, 2048, 16, 80),
+    forward_case(4, 2048, 16, 96, causal=True),
+    beside_case(4, 2048, 2048, 16, 128, "padding", causal=True),
+    beside_case(4, 2048, 2048, 16, 64, "segments", causal=True),
+    beside_case(4, 2048, 2048, 16, 64, "mask"),
+    beside_case(4, 2048, 2048, 16, 64, "bias"),
+    beside_case(4, 2048, 2048, 16, 128, "padding", "bias"),
+    beside_case(8, 1, 16384, 32, 128, "padding", kv_heads=8),
+    beside_case(1, 8, 16384, 32, 128, kv_heads=8, causal=True),
 )
