@@ -125,6 +125,8 @@ class Scores:
                 self._terms(a, factor)
         elif value.op == "mul" and (known := number(self.graph, value.args[1])):
             self._terms(value.args[0], factor * known)
+        elif value.op == "mul" and (known := number(self.graph, value.args[0])):
+            self._terms(value.args[1], factor * known)
         elif not self._adds_mask(value, factor):
             self.biases.append((v, factor))
 

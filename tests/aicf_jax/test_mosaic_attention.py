@@ -306,6 +306,11 @@ BESIDE = {
         [NUMBERS],
         {"bias"},
     ),
+    "padding as a product": (
+        lambda q, k, v, m: weighted(scores(q, k) + -1e9 * (1 - m.astype(jnp.float32))[:, None, None], v),
+        [(TOKENS > 0).at[:, 0].set(True)],
+        {"key_bias"},
+    ),
     "t5": (t5, [NUMBERS, TOKENS.at[:, 0].set(1)], {"bias", "key_bias"}),
     "alibi": (alibi, [jnp.asarray([0.5, 0.25, 0.125, 0.0625])], {"bias"}),
 }
@@ -387,6 +392,58 @@ def test_values_and_gradients_with_arrays_beside_the_scores(name):
         more = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in beside]
     options = agrees(f, [*qkv, *beside], [*exact, *more])
     assert {n for n in ("segments", "mask", "bias", "key_bias") if is_given(options[n])} == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("f", "beside", "given"), [(jax_bias, NUMBERS, "bias"), (flax_padded, TOKENS, "segments")])
+def test_arrays_beside_heads_that_are_shared_and_batches_that_are_mapped(f, beside, given):
+    q, k, v = normal((3, *SMALL), (3, 2, 24, 2, 64), (3, 2, 24, 2, 64))
+
+    def mapped(q, k, v, x):
+        if f is flax_padded:
+            k, v = (jnp.repeat(y, 2, axis=-2) for y in (k, v))
+        return jax.vmap(f, (0, 0, 0, None))(q, k, v, x)
+
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in (q, k, v)]
+        more = beside.astype(jnp.float64) if given == "bias" else beside
+    options = agrees(mapped, [q, k, v, beside], [*exact, more])
+    assert is_given(options[given])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flax, padding, a query that sees nothing", "t5"])
+def test_arrays_beside_the_scores_in_the_simulator(name):
+    """As operations call it, against the stand-in."""
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    real = attention.forward
+
+    def simulated(*args, **options):
+        return real(*args, **options, config=ForwardConfig(64, 2), interpret=_mosaic.interpret())
+
+    f, beside, _ = BESIDE[name]
+    args = [*normal(*[SMALL] * 3), *beside]
+    jaxpr = jax.make_jaxpr(aicf_jax.fuse(f, kernels=[stand_in()], policy=PLAIN))(*args)
+    seen = []
+
+    def both(*args, **options):
+        found, want = simulated(*args, **options), plain_forward(*args, **options)
+        seen.append((found, want))
+        return want
+
+    eqns = jaxpr.eqns
+    position = next(i for i, e in enumerate(eqns) if e.primitive.name == "fused")
+    op = eqns[position].params["op"]
+    inputs = jax.core.eval_jaxpr(
+        jaxpr.jaxpr.replace(eqns=eqns[:position], outvars=list(eqns[position].invars)), jaxpr.consts, *args
+    )
+    stand_in(both).save(op, *inputs)
+    ((found, want),) = seen
+    for got, exact, error in zip(found, want, (2.0**-6, 2.0**-16, 2.0**-16), strict=True):
+        got, exact = (np.asarray(x).astype(np.float64) for x in (got, exact))
+        assert np.max(np.abs(got - exact)) <= error * np.max(np.abs(exact))
+    assert not _mosaic.races_found()
 
 
 @pytest.mark.slow
