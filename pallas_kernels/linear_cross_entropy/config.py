@@ -81,7 +81,9 @@ def default_forward(
     least = min(tiles, cdiv(sms * TILE_ROWS * depth * 2, _CACHED_BYTES))
     # Parts of as many tiles as there can be: none may be left without.
     possible = sorted({cdiv(tiles, each) for each in range(1, cdiv(tiles, least) + 1)})
-    splits = min((s for s in possible if s <= sms), key=lambda s: cdiv(blocks * s, sms) * (cdiv(tiles, s) + 0.5), default=1)
+    splits = min(
+        (s for s in possible if s <= sms), key=lambda s: cdiv(blocks * s, sms) * (cdiv(tiles, s) + 0.5), default=1
+    )
     return ForwardConfig(tile_v, 4 if tile_v == 256 else 5, splits)
 
 

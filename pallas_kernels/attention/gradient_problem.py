@@ -1,0 +1,197 @@
+"""What the kernels of the backward are specialized on, their tiles, and how blocks come into shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _mosaic
+from pallas_kernels.attention.scores import Band
+
+#: Rows of a warpgroup: one wgmma is 64 high.
+ROWS = 64
+
+#: Warpgroups. There is none that only loads: sums and tiles take more than two thirds of the registers.
+WARPGROUPS = 2
+
+#: Queries or keys that a CTA owns.
+CTA_ROWS = ROWS * WARPGROUPS
+
+#: Lengths are padded to multiples of it: a TMA descriptor tiles arrays by atoms of shared memory of so many rows.
+_ATOM_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How `backward` cuts its work.
+
+    Attributes:
+      block_k: keys that the kernel of dQ multiplies at a time.
+      block_q: queries that the kernel of dK and dV multiplies at a time.
+      stages: blocks in flight.
+
+    Raises:
+      ValueError: naming the attribute, what was expected, what was found.
+    """
+
+    block_k: int = 64
+    block_q: int = 64
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        # Two float32 tiles, of P and dP, take a register of each thread for each column.
+        self._check("block_k", self.block_k in (64, 128), "64 or 128")
+        self._check("block_q", self.block_q in (64, 128), "64 or 128")
+        self._check("stages", self.stages >= 2, "at least 2")
+
+    def _check(self, name: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"BackwardConfig({name}=...): expected {expected}, found {getattr(self, name)!r}")
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of the kernel that takes more of it, with barriers and what aligns blocks."""
+        owned = CTA_ROWS * head_dim * 2
+        queries = 3 * owned + 4 * CTA_ROWS * 4 + self.stages * 2 * self.block_k * head_dim * 2
+        keys = 2 * owned + self.stages * self.block_q * (2 * head_dim * 2 + 8)
+        return 4096 + max(queries, keys)
+
+
+def default_backward(head_dim: int) -> BackwardConfig:
+    """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4."""
+    found = (BackwardConfig(128 if head_dim == 64 else 64, 64, stages) for stages in (4, 3))
+    fitting = (c for c in found if c.smem_bytes(head_dim) <= _mosaic.HOPPER_SMEM_BYTES)
+    return next(fitting, BackwardConfig())
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything the kernels are specialized on. `band`: the keys that a query sees."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: Any
+    layouts: tuple[str, ...]
+    scale: float
+    band: Band
+    softcap: float | None
+    config: BackwardConfig
+    simulated: bool
+
+    @property
+    def group(self) -> int:
+        """Heads of Q for each head of K and V."""
+        return self.heads // self.kv_heads
+
+    def like(self, layout: str, heads: int, length: int) -> Any:
+        """The type of an array with padded rows."""
+        sizes = {"b": self.batch, "h": heads, "s": padded_rows(length), "d": self.head_dim}
+        return jax.ShapeDtypeStruct(tuple(sizes[d] for d in layout), self.dtype)
+
+    def row_numbers(self) -> Any:
+        """The type of float32 numbers of each query, for whole CTAs."""
+        rows = -(-self.queries // CTA_ROWS) * CTA_ROWS
+        return jax.ShapeDtypeStruct((self.batch, self.heads, rows), jnp.float32)
+
+    def tiles(self, count: int, rows: int, columns: int | None = None) -> Any:
+        """Shared memory for 16-bit tiles that are multiplied."""
+        gpu = _mosaic.mosaic().gpu
+        transforms = gpu.TilingTransform((_ATOM_ROWS, 64)), gpu.SwizzleTransform(128)
+        return gpu.SMEM((count, rows, columns or self.head_dim), self.dtype, transforms=transforms)
+
+    def staging(self, columns: int) -> dict[str, Any]:
+        """Shared memory that the simulator wants for operands that are in registers elsewhere."""
+        return {"staging": self.tiles(WARPGROUPS, ROWS, columns)} if self.simulated else {}
+
+
+def padded_rows(length: int) -> int:
+    """Rows of an array that TMA can tile."""
+    return length + -length % _ATOM_ROWS
+
+
+def kernel(
+    p: Problem, name: str, body: Callable[..., None], grid: tuple[int, ...], out_type: Any, interpret: Any
+) -> Any:
+    """A kernel of two warpgroups over a grid of ``(head, block, batch)``."""
+    gpu = _mosaic.mosaic().gpu
+    return gpu.kernel(
+        body,
+        out_type=out_type,
+        grid=grid,
+        grid_names=("head", "block", "batch"),
+        num_threads=WARPGROUPS,
+        thread_name="wg",
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Warpgroup),
+        kernel_name=name,
+        interpret=interpret,
+    )
+
+
+def at(ref: Any, layout: str, batch: Any, head: Any, rows: Any) -> Any:
+    """Some rows of one head."""
+    return ref.at[batch, rows, head] if layout == "bshd" else ref.at[batch, head, rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Blocks in flight: loaded by the first warpgroup, used by all.
+
+    Attributes:
+      stages: slots.
+      total: steps.
+      load: ``load(step, slot, barrier)`` starts the copies of a step.
+      loaded: a barrier for each slot.
+      used: likewise, at which all warpgroups arrive.
+    """
+
+    stages: int
+    total: Any
+    load: Callable[[Any, Any, Any], None]
+    loaded: Any
+    used: Any
+
+    def slot(self, step: Any) -> Any:
+        return jax.lax.rem(step, jnp.int32(self.stages))
+
+    def _start(self, step: Any) -> None:
+        slot = self.slot(step)
+        self.load(step, slot, self.loaded.at[slot])
+
+    def start(self) -> None:
+        """The first steps, into slots that are free."""
+        pl = _mosaic.mosaic().pl
+
+        @pl.when(_is_first())
+        def _fill() -> None:
+            pl.loop(jnp.int32(0), jnp.minimum(self.total, self.stages))(self._start)
+
+    def refill(self, step: Any) -> None:
+        """What comes into the slot of the step before, once all are done with it. Called amid each step."""
+        pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
+        coming = step - 1 + self.stages
+
+        @pl.when(_is_first() & (step > 0) & (coming < self.total))
+        def _next() -> None:
+            gpu.barrier_wait(self.used.at[self.slot(coming)])
+            self._start(coming)
+
+    def finish(self) -> None:
+        """What is released for good is waited for too, so that each phase of a barrier has been seen."""
+        pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
+
+        @pl.when(_is_first())
+        def _rest() -> None:
+            @pl.loop(jnp.maximum(self.total - self.stages, 0), self.total)
+            def _step(step: Any) -> None:
+                gpu.barrier_wait(self.used.at[self.slot(step)])
+
+
+def _is_first() -> Any:
+    return jax.lax.axis_index("wg") == 0

@@ -1,0 +1,104 @@
+"""The kernel of dK and dV. Its tiles are turned over: a row is a key, a column a query."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _compat, _mosaic
+from pallas_kernels.attention import scores
+from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
+
+
+def call(p: Problem, interpret: Any) -> Any:
+    """``(q, k, v, dout, logs, delta) -> (dk, dv)``, lengths padded; logs and delta as `queries_gradient` leaves them."""
+    out_type = [p.like(layout, p.kv_heads, p.keys) for layout in p.layouts[1:3]]
+    grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
+    return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
+
+
+def _body(p: Problem, *refs: Any) -> None:
+    pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
+    own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_q)
+    numbers = gpu.SMEM((c.stages, c.block_q), jnp.float32)
+    allocations = {
+        "k_smem": own,
+        "v_smem": own,
+        "q_smem": blocks,
+        "dout_smem": blocks,
+        "logs_smem": numbers,
+        "delta_smem": numbers,
+        "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+        "loaded": gpu.Barrier(num_arrivals=4, num_barriers=c.stages),
+        "used": gpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
+        **p.staging(c.block_q),
+    }
+    pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
+
+
+def _rows(p: Problem, refs: Any, **smem: Any) -> None:
+    """The keys of one warpgroup: all blocks of queries, one head after the other, then the results."""
+    pl, gpu, width = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config.block_q
+    q, k, v, dout, logs, delta, dk, dv = refs
+    wg, batch, head = (jax.lax.axis_index(a) for a in ("wg", "batch", "head"))
+    first_row, band = jax.lax.axis_index("block") * CTA_ROWS, p.band.turned
+    # Queries beyond the last one have weights of 0.
+    found = scores.blocks(band, first_row, jnp.minimum(first_row + CTA_ROWS, p.keys) - 1, p.queries, width, True)
+
+    def load(step: Any, slot: Any, barrier: Any) -> None:
+        of_q = head * p.group + jax.lax.div(step, found.count)
+        rows = pl.ds((found.first + jax.lax.rem(step, found.count)) * width, width)
+        gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, of_q, rows), smem["q_smem"].at[slot], barrier)
+        gpu.copy_gmem_to_smem(at(dout, p.layouts[3], batch, of_q, rows), smem["dout_smem"].at[slot], barrier)
+        gpu.copy_gmem_to_smem(logs.at[batch, of_q, rows], smem["logs_smem"].at[slot], barrier)
+        gpu.copy_gmem_to_smem(delta.at[batch, of_q, rows], smem["delta_smem"].at[slot], barrier)
+
+    pipeline = Pipeline(p.config.stages, p.group * found.count, load, smem["loaded"], smem["used"])
+    pipeline.start()
+    here = pl.ds(first_row + wg * ROWS, ROWS)
+    keys, values, barrier = smem["k_smem"].at[wg], smem["v_smem"].at[wg], smem["own_loaded"].at[wg]
+    gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, head, here), keys, barrier)
+    gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, head, here), values, barrier)
+    gpu.barrier_wait(barrier)
+
+    def one_head(member: Any, carry: Any) -> Any:
+        before = member * found.count - found.first
+        step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, smem)
+        return scores.sweep(found, band, False, step, carry)
+
+    zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
+    dk_sum, dv_sum = jax.lax.fori_loop(0, p.group, one_head, (zeros, zeros))
+    keys[...] = (dk_sum * p.scale).astype(p.dtype)
+    values[...] = dv_sum.astype(p.dtype)
+    gpu.commit_smem()
+    gpu.copy_smem_to_gmem(keys, at(dk, p.layouts[1], batch, head, here))
+    gpu.copy_smem_to_gmem(values, at(dv, p.layouts[2], batch, head, here))
+    pipeline.finish()
+    gpu.wait_smem_to_gmem(0)
+
+
+def _step(
+    p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, smem: Any, masked: bool,
+    block: Any, totals: Any,
+) -> Any:  # fmt: skip
+    """``(dK over scale, dV)`` with one more block of queries."""
+    gpu, width = _mosaic.mosaic().gpu, p.config.block_q
+    step = before + block
+    slot = pipeline.slot(step)
+    q, dout = smem["q_smem"].at[slot], smem["dout_smem"].at[slot]
+    gpu.barrier_wait(smem["loaded"].at[slot])
+    products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
+    shape = ROWS, width
+    logs, delta = (jax.lax.broadcast_in_dim(smem[name][slot], shape, (1,)) for name in ("logs_smem", "delta_smem"))
+    visible = scores.seen(p.band.turned, shape, first_row, block * width, None) if masked else None
+    weights, slope = scores.weights(products, logs, p.scale, p.softcap, visible)
+    dz = scores.gradient(weights, dp, delta, slope).astype(p.dtype)
+    gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
+    pipeline.refill(step)
+    staging = smem["staging"].at[jax.lax.axis_index("wg")] if p.simulated else None
+    totals = scores.add_products(totals, ((dz, q), (weights.astype(p.dtype), dout)), staging)
+    gpu.barrier_arrive(smem["used"].at[slot])
+    return totals

@@ -1,0 +1,163 @@
+"""What the kernels of the backward do with a tile of scores, whichever way round it lies, and which tiles they visit.
+
+A row of a tile is a query and a column a key, or with the band turned over (`turned`) a row is a key.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _mosaic
+
+LOG2_E = math.log2(math.e)
+
+
+class Band(NamedTuple):
+    """The columns a row sees: ``lower <= column - row <= upper``. None: no limit."""
+
+    lower: int | None
+    upper: int | None
+
+    @property
+    def turned(self) -> Band:
+        """The rows that a column is seen by."""
+        return Band(*(None if x is None else -x for x in (self.upper, self.lower)))
+
+
+class Blocks(NamedTuple):
+    """Blocks of columns that some rows visit: from `first` to `stop`.
+
+    Those in ``full <= block < ragged`` are seen by all the rows as a whole.
+    """
+
+    first: Any
+    full: Any
+    ragged: Any
+    stop: Any
+
+    @property
+    def count(self) -> Any:
+        return self.stop - self.first
+
+
+def blocks(band: Band, first_row: Any, last_row: Any, columns: int, width: int, tail_is_full: bool) -> Blocks:
+    """The blocks of `width` columns that rows from `first_row` to `last_row` visit.
+
+    `tail_is_full`: what lies beyond the last column need not be hidden.
+    """
+
+    def ends_in(n: Any) -> Any:
+        return jax.lax.div(jnp.maximum(n, 0) + (width - 1), jnp.int32(width))
+
+    def begins_in(n: Any) -> Any:
+        return jax.lax.div(jnp.maximum(n, 0), jnp.int32(width))
+
+    whole = -(-columns // width)
+    first, stop = jnp.int32(0), jnp.int32(whole)
+    full, ragged = jnp.int32(0), jnp.int32(whole if tail_is_full else columns // width)
+    if band.lower is not None:
+        first = jnp.minimum(begins_in(first_row + band.lower), whole)
+        full = ends_in(last_row + band.lower)
+    if band.upper is not None:
+        stop = jnp.minimum(stop, ends_in(last_row + band.upper + 1))
+        ragged = jnp.minimum(ragged, begins_in(first_row + band.upper + 1))
+    stop = jnp.maximum(stop, first)
+    full = jnp.minimum(jnp.maximum(full, first), stop)
+    return Blocks(first, full, jnp.minimum(jnp.maximum(ragged, full), stop), stop)
+
+
+def sweep(found: Blocks, band: Band, has_tail: bool, step: Callable[..., Any], carry: Any) -> Any:
+    """``step(masked, block, carry)`` for every block that is visited, in order."""
+    if band.lower is not None:
+        carry = jax.lax.fori_loop(found.first, found.full, functools.partial(step, True), carry)
+    carry = jax.lax.fori_loop(found.full, found.ragged, functools.partial(step, False), carry)
+    if band != Band(None, None) or has_tail:
+        carry = jax.lax.fori_loop(found.ragged, found.stop, functools.partial(step, True), carry)
+    return carry
+
+
+def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, columns: int | None) -> Any:
+    """Which elements of a tile are in the band, and before the last column where `columns` is given; None: all."""
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first_row
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + first_column
+    conditions = []
+    if band.upper is not None:
+        conditions.append(column <= row + band.upper)
+    if band.lower is not None:
+        conditions.append(column >= row + band.lower)
+    if columns is not None:
+        conditions.append(column < columns)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def weights(products: Any, logs: Any, scale: float, softcap: float | None, visible: Any) -> tuple[Any, Any]:
+    """``(P, slope)`` of a tile of Q K^T.
+
+    Args:
+      products: the tile, in float32.
+      logs: the logarithm to base 2 of each query's sum of exponentials, as large as the tile.
+      scale: of the scores.
+      softcap: likewise, or None.
+      visible: what `seen` gives.
+
+    Returns:
+      The weights, and the derivative of a score by the product over `scale`; None: 1.
+    """
+    slope = None
+    if softcap is None:
+        powers = products * (scale * LOG2_E)
+    else:
+        # tanh x = 1 - 2 / (1 + e^2x)
+        capped = 1 - 2 / (1 + jnp.exp2(products * (2 * scale / softcap * LOG2_E)))
+        slope, powers = 1 - capped * capped, capped * (softcap * LOG2_E)
+    # A hidden score, not a hidden weight: a row that is NaN stays so.
+    powers = powers if visible is None else jnp.where(visible, powers, -jnp.inf)
+    return jnp.exp2(powers - logs), slope
+
+
+def gradient(p: Any, dp: Any, delta: Any, slope: Any) -> Any:
+    """Of the products over `scale`: ``P (dP - delta) slope``."""
+    dx = p * (dp - delta)
+    return dx if slope is None else dx * slope
+
+
+def multiply(*pairs: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Products of refs in shared memory, one behind the other on the tensor cores."""
+    pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
+
+    def products(*accumulators: Any) -> tuple[Any, ...]:
+        for acc, (a, b) in zip(accumulators, pairs, strict=True):
+            gpu.wgmma(acc, a, b)
+        return tuple(acc[...] for acc in accumulators)
+
+    kinds = [gpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in pairs]
+    return tuple(pl.run_scoped(products, *kinds))
+
+
+def add_products(totals: tuple[Any, ...], pairs: tuple[tuple[Any, Any], ...], staging: Any) -> tuple[Any, ...]:
+    """Each total plus the product of an array in registers and a ref.
+
+    `staging`: None on a GPU. The simulator knows no product of registers and no accumulator that starts with a value:
+    there a ref through which arrays go.
+    """
+    pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
+    if staging is None:
+
+        def add(accumulators: Any) -> None:
+            for acc, (a, b) in zip(accumulators, pairs, strict=True):
+                gpu.wgmma(acc, a, b)
+
+        return tuple(pl.run_state(add)(tuple(gpu.ACC.init(t) for t in totals)))
+    found = []
+    for total, (a, b) in zip(totals, pairs, strict=True):
+        staging[...] = a
+        gpu.commit_smem()
+        (product,) = multiply((staging, b))
+        found.append(total + product)
+    return tuple(found)
