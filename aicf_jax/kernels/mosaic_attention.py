@@ -7,23 +7,31 @@ which are rounded to the type of V.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._gemm_epilogue import NARROW
 from aicf_jax.kernels._hopper import TARGETS
 from aicf_jax.kernels._kernel import ANY, Kernel, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 
-#: Lengths of a head for which everything stays in registers.
-_HEAD_DIMS = (64, 128)
+#: Lengths of a head are multiples of the first number up to the second.
+_HEAD_ATOM, _LONGEST_HEAD = 16, 256
+
+#: What hidden scores may be at most, of those that are no infinity.
+_HIGHEST_FILL = -1e4
 
 
 def _fits(item: Any) -> bool:
     if not isinstance(item, Variant) or not _order(item):
         return False
     depth = item.size(item.roles.depth)
-    return depth in _HEAD_DIMS and depth == item.size(item.roles.value_depth) and len(set(item.dtypes)) == 1
+    if item.fill is not None and not -math.inf < item.fill * item.base <= _HIGHEST_FILL:
+        return False
+    has_length = depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
+    return has_length and depth == item.size(item.roles.value_depth) and len(set(item.dtypes)) == 1
 
 
 def _order(v: Variant) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -83,13 +91,14 @@ def _call(op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
 
     v = variant(op)
     assert isinstance(v, Variant)
-    arrays = (v.q, v.k, v.v)
+    arrays, (batch, heads) = (v.q, v.k, v.v), _order(v)
     out, *statistics = forward(
         *(_given(v, a, inputs[a.argument]) for a in arrays),
         scale=v.scale * v.base,
         lower=v.band.lower,
         upper=v.band.upper,
         softcap=None if v.softcap is None else v.softcap * v.base,
+        **_attention_sides.arrays(op, v, (batch, (*heads, *v.roles.group)), inputs),
         layouts=tuple(_chosen(v, a)[0] for a in (*arrays, v.out)),
         with_statistics=saving,
     )
@@ -97,7 +106,6 @@ def _call(op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
     if not saving:
         return (out,)
     shape = tuple(v.size(*d) for d in v.rows.dims)
-    batch, heads = _order(v)
     axes = (*batch, *heads, *v.roles.group, v.roles.query)
     m, total = (_laid_out(v, axes, v.rows, shape, x) for x in statistics)
     return out, m / v.base if v.base != 1.0 else m, total
@@ -113,7 +121,7 @@ def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _bytes(op: FusedOp) -> int:
-    """Inputs and results once, and inputs that are transposed twice more.
+    """Inputs and results once, inputs that are transposed twice more, and what is made of masks and biases first.
 
     A result in another order is what a product leaves for a transposition behind it, with which it cancels.
     """
@@ -121,7 +129,7 @@ def _bytes(op: FusedOp) -> int:
     if not isinstance(v, Variant):
         return op.outer_bytes()
     moved = [op.in_avals[a.argument] for a in (v.q, v.k, v.v) if not _chosen(v, a)[1]]
-    return op.outer_bytes() + 2 * sum(map(nbytes, moved))
+    return op.outer_bytes() + 2 * sum(map(nbytes, moved)) + _attention_sides.moved_bytes(op, v)
 
 
 KERNEL = Kernel(
@@ -133,8 +141,8 @@ KERNEL = Kernel(
         "output_dtype": NARROW,
         "steps": ANY,
         "variant": Where(
-            "Q, K, V and a result of one type, heads of 64 or 128, with no more than scale, softcap and limits on the "
-            "distance of query and key",
+            "Q, K, V and a result of one type, heads of a multiple of 16 up to 256, with no more than scale, softcap, "
+            "limits on the distance of query and key, and masks, segment ids and biases made without Q and K",
             _fits,
         ),
     },

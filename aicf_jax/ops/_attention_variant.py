@@ -10,14 +10,15 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 import mcir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
+from aicf_jax.ops import _side_arrays
 from aicf_jax.ops._attention_composition import softmax_step
-from aicf_jax.ops._position_band import Band, Unidentified, band, number
+from aicf_jax.ops._attention_scores import Scores, through_casts
+from aicf_jax.ops._position_band import Band, Unidentified, conditions, limit
 from aicf_jax.ops._semantic import FusedOp
+from aicf_jax.ops._side_arrays import Bias, Mask, Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,11 @@ class Array:
 class Variant:
     """``softmax(base X) V`` with ``X = scale Q K^T``, or ``X = softcap tanh(scale Q K^T / softcap)``, over a band.
 
-    `rows`: the statistics of the rows, laid out like X without the keys.
+    Attributes:
+      masks: conditions that a key has to meet besides, from arrays.
+      biases: arrays that are added to X.
+      fill: what X is where a key is hidden, if a row may have nothing else; None: -inf, or each row sees a key.
+      rows: the statistics of the rows, laid out like X without the keys.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -62,6 +67,9 @@ class Variant:
     scale: float
     softcap: float | None
     band: Band
+    masks: tuple[Mask | Segments, ...]
+    biases: tuple[Bias, ...]
+    fill: float | None
     base: float
 
     def size(self, *axes: str) -> int:
@@ -72,6 +80,8 @@ class Variant:
         parts = [f"{self.size(r.query)} queries, {self.size(r.key)} keys, heads of {self.size(r.depth)}"]
         parts += [f"{self.size(*r.group)} heads of Q for each of K"] if r.group else []
         parts += [f"j - i in [{b.lower}, {b.upper}]"] if b != Band() else []
+        parts += [f"{len(self.masks)} masks from arrays"] if self.masks else []
+        parts += [f"{len(self.biases)} biases"] if self.biases else []
         parts += [f"scale {self.scale:.4g}"] + ([f"softcap {self.softcap:g}"] if self.softcap else [])
         return ", ".join(parts)
 
@@ -81,22 +91,29 @@ class Variant:
 @memo()
 def variant(op: FusedOp) -> Variant | str:
     """The kind of attention, or why it is none that is known."""
-    _, step = softmax_step(op)
     if op.blob["keep"] != "all":
         return "a softmax with a mask of its own"
     if len(op.results) != 1:
         return "several results"
 
-    def f(*inputs: Any) -> tuple[Any, ...]:
-        slots = op.evaluate(inputs)
-        return slots[step.operands[0]], slots[softmax_slot(op)], slots[op.results[0]]
-
     try:
-        return _read(op, mcir.trace(f, *map(_compat.plain_aval, op.in_avals)))
+        return _read(op, scores_graph(op))
     except mcir.DeriveError as error:
         return error.found
     except Unidentified as error:
         return str(error)
+
+
+@memo()
+def scores_graph(op: FusedOp) -> Any:
+    """The computation graph of the operation, with the scores, the weights and the result as its outputs."""
+    _, step = softmax_step(op)
+
+    def f(*inputs: Any) -> tuple[Any, ...]:
+        slots = op.evaluate(inputs)
+        return slots[step.operands[0]], slots[softmax_slot(op)], slots[op.results[0]]
+
+    return mcir.trace(f, *map(_compat.plain_aval, op.in_avals))
 
 
 def softmax_slot(op: FusedOp) -> int:
@@ -109,12 +126,11 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     if len(keys) != 1:
         raise Unidentified("keys along several axes")
     v, out_dot = _values(graph, out, p)
-    scores = _Scores(graph)
+    scores = Scores(graph)
     scores.read(x)
     roles = _roles(graph, keys[0], scores, v, out_dot)
-    found = Band()
-    for predicate, seen in scores.masks:
-        found &= band(graph, predicate, roles.query, roles.key, seen)
+    found, masks = _masks(graph, scores, roles)
+    biases = tuple(_bias(graph, i, factor, roles) for i, factor in scores.biases)
     _check(graph, found, roles)
     base = float(op.blob["base"])
     if scores.factor * base <= 0:
@@ -133,16 +149,48 @@ def _read(op: FusedOp, graph: Any) -> Variant:
         scores.factor,
         scores.softcap,
         found,
+        masks,
+        biases,
+        _fill(scores) if masks or biases else None,
         base,
     )
 
 
+def _masks(graph: Any, scores: Scores, roles: Roles) -> tuple[Band, tuple[Mask | Segments, ...]]:
+    """The limits on the distance of query and key, and the other conditions."""
+    found, masks = Band(), []
+    for predicate, seen in scores.masks:
+        for condition, holds in conditions(graph, predicate, seen):
+            try:
+                found &= limit(graph, condition, roles.query, roles.key, holds)
+            except Unidentified:
+                masks.append(_side_arrays.mask(graph, condition, holds, roles.query, roles.key))
+    return found, tuple(dict.fromkeys(masks))
+
+
+def _bias(graph: Any, v: int, factor: float, roles: Roles) -> Bias:
+    found = _side_arrays.side(graph, v)
+    if roles.key not in found.axes:
+        raise Unidentified("a bias that is the same for all keys")
+    return Bias(found, factor)
+
+
+def _fill(scores: Scores) -> float | None:
+    """What is left of a row whose keys are all hidden, as far as that is one number."""
+    fills = scores.fills
+    if all(f.value == -math.inf for f in fills):
+        return None
+    if len({f.value for f in fills}) > 1 or (len(fills) > 1 and any(f.added for f in fills)):
+        raise Unidentified("masks that fill with different numbers")
+    return fills[0].value
+
+
 def _values(graph: Any, out: int, p: int) -> tuple[int, int]:
     """V, and the product of P and V, which must be all that lies behind P."""
-    dot = _through_casts(graph, out, p)
+    dot = through_casts(graph, out, p)
     if graph.values[dot].op != "dot":
         raise Unidentified(f"{graph.values[dot].op} behind the product with V")
-    a, b = (_through_casts(graph, i, p) for i in graph.values[dot].args)
+    a, b = (through_casts(graph, i, p) for i in graph.values[dot].args)
     if (a == p) == (b == p):
         raise Unidentified("something between weights and values")
     v = b if a == p else a
@@ -151,107 +199,7 @@ def _values(graph: Any, out: int, p: int) -> tuple[int, int]:
     return v, dot
 
 
-def _through_casts(graph: Any, v: int, stop: int = -1) -> int:
-    while v != stop and graph.values[v].op == "convert_element_type":
-        if not jnp.issubdtype(jnp.dtype(graph.values[graph.values[v].args[0]].dtype), jnp.floating):
-            break
-        v = graph.values[v].args[0]
-    return v
-
-
-class _Scores:
-    """X, read from the softmax down to Q and K."""
-
-    def __init__(self, graph: Any):
-        self.graph = graph
-        self.factor = 1.0
-        self.softcap: float | None = None
-        self.masks: list[tuple[int, bool]] = []
-        self.q = self.k = self.dot = -1
-
-    def read(self, v: int) -> None:
-        while self.dot < 0:
-            v = self._next(_through_casts(self.graph, v))
-
-    def _next(self, v: int) -> int:
-        """What a value is computed from."""
-        value = self.graph.values[v]
-        if value.op == "dot":
-            self.dot = v
-            self.q, self.k = (self._operand(a) for a in value.args)
-            return v
-        if value.op in ("mul", "div", "neg"):
-            return self._scaled(v)
-        if value.op == "select_n" and len(value.args) == 3:
-            return self._masked(value)
-        if value.op == "add":
-            for mask, rest in (value.args, value.args[::-1]):
-                if self._adds_mask(mask):
-                    return rest
-            raise Unidentified("something added to the scores")
-        if value.op == "tanh" and self.softcap is None:
-            if self.factor <= 0:
-                raise Unidentified("a softcap that is not positive")
-            # softcap tanh(scale X / softcap): the factor starts again with what cancels the division.
-            self.softcap = self.factor
-            return value.args[0]
-        raise Unidentified(f"scores through {value.op}")
-
-    def _scaled(self, v: int) -> int:
-        value = self.graph.values[v]
-        if value.op == "neg":
-            self.factor = -self.factor
-            return value.args[0]
-        a, b = value.args
-        known = number(self.graph, b)
-        if known is None and value.op == "mul":
-            a, b = b, a
-            known = number(self.graph, b)
-        if known is None or not math.isfinite(known) or known == 0:
-            raise Unidentified(f"scores in a {value.op} with what is no number")
-        self.factor = self.factor * known if value.op == "mul" else self.factor / known
-        return a
-
-    def _operand(self, v: int) -> int:
-        """Q or K: an input, perhaps scaled."""
-        while self.graph.values[v := _through_casts(self.graph, v)].op != "input":
-            if self.graph.values[v].op not in ("mul", "div", "neg"):
-                raise Unidentified(f"queries or keys from {self.graph.values[v].op}")
-            v = self._scaled(v)
-        return v
-
-    def _masked(self, value: Any) -> int:
-        predicate, *cases = value.args
-        for hidden, rest, seen in ((0, 1, True), (1, 0, False)):
-            if (fill := number(self.graph, cases[hidden])) is not None:
-                self._hides(fill, value.dtype)
-                self.masks.append((predicate, seen))
-                return cases[rest]
-        raise Unidentified("a choice between scores")
-
-    def _adds_mask(self, v: int) -> bool:
-        """Whether it is 0 where a key is seen and very low elsewhere."""
-        value = self.graph.values[_through_casts(self.graph, v)]
-        if value.op != "select_n" or len(value.args) != 3:
-            return False
-        cases = [number(self.graph, a) for a in value.args[1:]]
-        if None in cases or 0 not in cases:
-            return False
-        seen = cases[1] == 0
-        fill = cases[0 if seen else 1]
-        assert fill is not None
-        self._hides(fill, value.dtype)
-        self.masks.append((value.args[0], seen))
-        return True
-
-    def _hides(self, fill: float, dtype: str) -> None:
-        """Scores that are not seen must be so low that their exponential is 0 beside any other."""
-        lowest = float(jnp.finfo(jnp.dtype(dtype)).min)
-        if self.softcap is not None or not self.factor * fill <= max(lowest / 2, -1e30):
-            raise Unidentified(f"a mask that fills with {fill:g}")
-
-
-def _roles(graph: Any, key: str, scores: _Scores, v: int, out_dot: int) -> Roles:
+def _roles(graph: Any, key: str, scores: Scores, v: int, out_dot: int) -> Roles:
     values = graph.values
     q_axes, k_axes, v_axes = (set(values[i].axes) for i in (scores.q, scores.k, v))
     if key in q_axes:
@@ -266,15 +214,26 @@ def _roles(graph: Any, key: str, scores: _Scores, v: int, out_dot: int) -> Roles
         raise Unidentified("Q, K and V whose axes are not those of attention")
     order = [a for d in graph.views[scores.q].dims for a in d]
     rows = [a for a in order if a in q_axes - batch - depth]
-    named = [a for p, _ in scores.masks for a in rows if a in values[p].axes]
-    if not rows or len(set(named)) > 1:
-        raise Unidentified("no axis of queries, or a mask along several")
-    query = named[0] if named else max(rows, key=lambda a: graph.axes[a])
+    if not rows:
+        raise Unidentified("no axis of queries")
+    positions = [a for a in rows if a in _positions(graph, [p for p, _ in scores.masks])]
+    named = positions or [a for a in rows for p, _ in scores.masks if a in values[p].axes] or rows
+    query = max(named, key=lambda a: graph.axes[a])
     if set(values[out_dot].axes) != (q_axes - depth) | value_depth:
         raise Unidentified("a result with other axes than Q")
     return Roles(
         tuple(a for a in order if a in batch), tuple(a for a in rows if a != query), query, key, *depth, *value_depth
     )
+
+
+def _positions(graph: Any, found: list[int]) -> set[str]:
+    """The axes whose positions some values depend on."""
+    todo, seen = list(found), set(found)
+    while todo:
+        new = [a for a in graph.values[todo.pop()].args if a not in seen]
+        seen.update(new)
+        todo += new
+    return {graph.values[v].param("axis") for v in seen if graph.values[v].op == "iota"}
 
 
 def _check(graph: Any, found: Band, roles: Roles) -> None:

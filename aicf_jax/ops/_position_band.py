@@ -31,39 +31,59 @@ class Band:
         return Band(max(lower, default=None), min(upper, default=None))
 
 
-def band(graph: Any, v: int, query: str, key: str, seen: bool) -> Band:
-    """The keys for which a predicate is `seen`. Raises Unidentified where they are no band."""
+def conditions(graph: Any, v: int, seen: bool) -> list[tuple[int, bool]]:
+    """What a predicate being `seen` means, as values that must all be what is given beside them; empty: nothing.
+
+    Raises Unidentified for a predicate that never is.
+    """
     value = graph.values[v]
     if value.dtype == "bool" and (known := number(graph, v)) is not None:
         if bool(known) != seen:
             raise Unidentified("a mask that hides all keys")
-        return Band()
+        return []
     if value.op == "not":
-        return band(graph, value.args[0], query, key, not seen)
+        return conditions(graph, value.args[0], not seen)
     if (value.op == "and") == seen and value.op in ("and", "or"):
-        a, b = (band(graph, a, query, key, seen) for a in value.args)
-        return a & b
-    if value.op in ("ne", "eq") and number(graph, value.args[1]) == 0 and (inner := _truth(graph, value)) is not None:
-        return band(graph, inner, query, key, seen == (value.op == "ne"))
-    if value.op == "convert_element_type" and value.dtype == "bool" and (inner := _truth(graph, value)) is not None:
-        return band(graph, inner, query, key, seen)
+        return [c for a in value.args for c in conditions(graph, a, seen)]
+    is_zero = value.op in ("ne", "eq") and number(graph, value.args[1]) == 0
+    if is_zero or (value.op == "convert_element_type" and value.dtype == "bool"):
+        holds = seen == (value.op != "eq")
+        if inner := _truths(graph, value.args[0], holds):
+            return [c for i in inner for c in conditions(graph, i, holds)]
     if value.op == "select_n" and len(value.args) == 3:
         cases = [number(graph, a) for a in value.args[1:]]
         if None not in cases and bool(cases[0]) != bool(cases[1]):
-            return band(graph, value.args[0], query, key, seen == bool(cases[1]))
+            return conditions(graph, value.args[0], seen == bool(cases[1]))
+    return [(v, seen)]
+
+
+def band(graph: Any, v: int, query: str, key: str, seen: bool) -> Band:
+    """The keys for which a predicate is `seen`. Raises Unidentified where they are no band."""
+    found = Band()
+    for condition, holds in conditions(graph, v, seen):
+        found &= limit(graph, condition, query, key, holds)
+    return found
+
+
+def limit(graph: Any, v: int, query: str, key: str, seen: bool) -> Band:
+    """The keys for which one of the `conditions` is `seen`. Raises Unidentified where they are no band."""
+    value = graph.values[v]
     if value.op in _NEGATED:
         return _comparison(graph, value, query, key, value.op if seen else _NEGATED[value.op])
     raise Unidentified(f"a mask by {value.op}")
 
 
-def _truth(graph: Any, value: Any) -> int | None:
-    """The predicate that a value's first argument is as a number, if it is one."""
-    inner = value.args[0]
-    while graph.values[inner].dtype != "bool":
-        if graph.values[inner].op != "convert_element_type":
-            return None
-        (inner,) = graph.values[inner].args
-    return inner
+def _truths(graph: Any, v: int, all_hold: bool) -> list[int]:
+    """Predicates of which a number is the truth value, or, where all of them hold, the product; none: empty."""
+    value = graph.values[v]
+    if value.dtype == "bool":
+        return [v]
+    if value.op == "convert_element_type":
+        return _truths(graph, value.args[0], all_hold)
+    if value.op == "mul" and all_hold:
+        a, b = (_truths(graph, i, all_hold) for i in value.args)
+        return [*a, *b] if a and b else []
+    return []
 
 
 def _comparison(graph: Any, value: Any, query: str, key: str, op: str) -> Band:

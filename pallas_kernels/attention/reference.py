@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,12 @@ def forward(
     lower: int | None = None,
     upper: int | None = None,
     softcap: float | None = None,
+    segments: Sequence[Any] = (),
+    mask: Any = None,
+    bias: Any = None,
+    bias_factor: float = 1.0,
+    key_bias: Any = None,
+    fill: float = -math.inf,
     layouts: tuple[str, ...] = ("bshd",) * 4,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -25,15 +33,24 @@ def forward(
     b, h, s, d = q.shape
     _, heads, t, _ = k.shape
     q = q.reshape(b, heads, h // heads, s, d)
-    x = jnp.einsum("bkgsd,bktd->bkgst", q, k, precision="highest") * scale
+    x = jnp.einsum("bkgsd,bktd->bkgst", q, k, precision="highest").reshape(b, h, s, t) * scale
     if softcap is not None:
         x = softcap * jnp.tanh(x / softcap)
-    x = jnp.where(seen(s, t, lower, upper), x, -jnp.inf)
+    if bias is not None:
+        x = x + bias_factor * bias.astype(dtype)
+    if key_bias is not None:
+        x = x + key_bias.astype(dtype)[:, :, None]
+    x = jnp.where(seen(s, t, lower, upper), x, fill)
+    for of_query, of_key in segments:
+        x = jnp.where((0 if of_query is None else of_query[..., None]) == of_key[..., None, :], x, fill)
+    if mask is not None:
+        x = jnp.where(mask, x, fill)
     m = jnp.max(x, -1)
-    e = jnp.exp(x - m[..., None])
+    e = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
     total = jnp.sum(e, -1)
-    out = jnp.einsum("bkgst,bktd->bkgsd", e / total[..., None], v, precision="highest").reshape(b, h, s, d)
-    return _by_heads(out, layouts[3]), m.reshape(b, h, s), total.reshape(b, h, s)
+    p = (e / total[..., None]).reshape(b, heads, h // heads, s, t)
+    out = jnp.einsum("bkgst,bktd->bkgsd", p, v, precision="highest").reshape(b, h, s, d)
+    return _by_heads(out, layouts[3]), m, total
 
 
 def seen(queries: int, keys: int, lower: int | None, upper: int | None) -> jax.Array:

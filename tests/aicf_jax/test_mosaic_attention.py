@@ -31,6 +31,7 @@ def struct(*shape, dtype="bfloat16"):
 
 
 Q, K = struct(B, S, H, D), struct(B, S, 2, D)
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def tril(s, t=None, k=0):
@@ -107,8 +108,10 @@ TAKEN = {
                 {**CAUSAL, "lower": 0, "upper": None, "scale": 0.125}),
     "softcap": (capped, (Q, Q, Q), {**CAUSAL, "softcap": 30.0, "scale": 0.125}),
     "mask added": (added, (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
-    "lowest fill": (masked(tril, jnp.finfo(jnp.float32).min), (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
+    "lowest fill": (masked(tril, LOWEST), (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
     "heads of 128": (masked(tril), (struct(B, S, H, 128),) * 3, {**CAUSAL, "scale": 128**-0.5}),
+    "heads of 80": (masked(tril), (struct(B, S, H, 80),) * 3, {**CAUSAL, "scale": 80**-0.5}),
+    "heads of 256": (masked(tril), (struct(B, S, H, 256),) * 3, {**CAUSAL, "scale": 256**-0.5}),
     "matrices": (lambda q, k, v: jax.nn.softmax(q @ k.T * 0.5) @ v, (struct(S, D),) * 3,
                  {**CAUSAL, "upper": None, "scale": 0.5}),
 }  # fmt: skip
@@ -125,10 +128,7 @@ def test_taken(name):
 
     def forward(q, k, v, **options):
         calls.append(options)
-        out, m, total = reference.forward(
-            q, k, v, **{n: options[n] for n in ("scale", "lower", "upper", "softcap", "layouts")}
-        )
-        return out.astype(q.dtype), m, total
+        return plain_forward(q, k, v, **options)
 
     jax.eval_shape(aicf_jax.fuse(f, kernels=[stand_in(forward)], policy=PLAIN), *args)
     (options,) = calls
@@ -136,7 +136,7 @@ def test_taken(name):
     assert options["scale"] == pytest.approx(told.get("scale", options["scale"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["jax.nn, shared heads", "flax", "by hand", "matrices"])
+@pytest.mark.parametrize("name", ["jax.nn, shared heads", "flax", "by hand", "matrices", "heads of 80"])
 def test_taken_on_an_h200_where_it_moves_less(name):
     f, args, _ = TAKEN[name]
     assert [x.kernel for x in explained(f, *args).fusions] == ["mosaic_attention"]
@@ -145,10 +145,6 @@ def test_taken_on_an_h200_where_it_moves_less(name):
 BIAS = struct(B, H, S, S)
 MASK = struct(B, 1, 1, S, dtype="bool")
 NOT_TAKEN = {
-    "bias": (lambda q, k, v, b: weighted(scores(q, k) + b, v), (Q, Q, Q, BIAS), "something added"),
-    "padding": (
-        lambda q, k, v, m: weighted(jnp.where(m, scores(q, k), -jnp.inf), v), (Q, Q, Q, MASK), "a mask by input",
-    ),
     "traced scale": (lambda q, k, v, s: weighted(scores(q, k) * s, v), (Q, Q, Q, struct(dtype="float32")), "no number"),
     "fill that scores may reach": (masked(tril, -1e9), (Q, Q, Q), "fills with -1e+09"),
     "queries that see nothing": (masked(lambda s, t: tril(s, t, t - s)), (Q, *(struct(B, 1024, H, D),) * 2),
@@ -157,11 +153,22 @@ NOT_TAKEN = {
         lambda q, k, v: weighted(30 * jnp.tanh(jnp.where(tril(S), scores(q, k), -jnp.inf) / 30), v), (Q, Q, Q),
         "fills with -inf",
     ),
-    "every other key": (masked(lambda s, t: jnp.broadcast_to(jnp.arange(t) % 2 == 0, (s, t))), (Q, Q, Q), "a mask"),
-    "prefix": (masked(lambda s, t: tril(s) | (jnp.arange(t) < 64)), (Q, Q, Q), "a mask"),
-    "dilated": (masked(lambda s, t: 2 * jnp.arange(s)[:, None] >= jnp.arange(t)), (Q, Q, Q), "positions through mul"),
+    "bias under the softcap": (
+        lambda q, k, v, b: weighted(30 * jnp.tanh((scores(q, k) + b) / 30), v), (Q, Q, Q, BIAS), "under their softcap",
+    ),
+    "bias that is the same for all keys": (
+        lambda q, k, v, b: weighted(scores(q, k) + b, v), (Q, Q, Q, struct(B, H, S, 1)), "same for all keys",
+    ),
+    "fills that differ": (
+        lambda q, k, v, m: weighted(jnp.where(m, jnp.where(tril(S), scores(q, k), LOWEST), -jnp.inf), v),
+        (Q, Q, Q, MASK), "different numbers",
+    ),
+    "masks added to each other": (
+        lambda q, k, v, m: weighted(scores(q, k) + jnp.where(m, 0.0, LOWEST) + jnp.where(tril(S), 0.0, LOWEST), v),
+        (Q, Q, Q, MASK), "different numbers",
+    ),
     "negative scale": (lambda q, k, v: weighted(-scores(q, k), v), (Q, Q, Q), "not positive"),
-    "heads of 80": (masked(tril), (struct(B, S, H, 80),) * 3, "heads of 80"),
+    "heads of 72": (masked(tril), (struct(B, S, H, 72),) * 3, "heads of 72"),
     "values of another length": (masked(tril), (Q, Q, struct(B, S, H, 128)), "heads of 64"),
     "float32 result": (
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)).astype(v.dtype), v,
@@ -216,7 +223,97 @@ def normal(*shapes):
     return [jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
 
+def hidden(mask, fill=-jnp.inf):
+    """Attention of scores that are `fill` where an array, as `mask` makes it, says no."""
+    return lambda q, k, v, x: weighted(jnp.where(mask(x, q.shape[1], k.shape[1]), scores(q, k), fill), v)
+
+
+def flax_padded(q, k, v, tokens):
+    mask = linen.combine_masks(
+        linen.make_causal_mask(tokens), linen.make_attention_mask(tokens > 0, tokens > 0), dtype=q.dtype
+    )
+    return linen.dot_product_attention(q, k, v, mask=mask)
+
+
+def flax_segments(q, k, v, tokens):
+    return linen.dot_product_attention(q, k, v, mask=linen.make_attention_mask(tokens, tokens, jnp.equal))
+
+
+def jax_lengths(q, k, v, lengths):
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, is_causal=True)
+
+
+def jax_bias(q, k, v, bias):
+    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+
+def t5(q, k, v, bias, tokens):
+    """A bias of positions, and one that hides padding."""
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+    x = x + (bias + jnp.where(tokens > 0, 0.0, LOWEST)[:, None, None])
+    return weighted(x, v)
+
+
+def alibi(q, k, v, slopes):
+    i = jnp.arange(q.shape[1])
+    x = scores(q, k) + slopes[:, None, None] * (i - i[:, None])
+    return weighted(jnp.where(tril(q.shape[1]), x, -jnp.inf), v)
+
+
 SMALL = (2, 24, 4, 64)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 24)), jnp.int32).at[1, :9].set(0)
+LENGTHS = jnp.asarray([24, 7], jnp.int32)
+TRUTH = jnp.asarray(np.random.default_rng(1).random((2, 1, 24, 24)) < 0.5).at[:, :, :, 0].set(True)
+NUMBERS = jnp.asarray(np.random.default_rng(2).normal(size=(1, 4, 24, 24)), jnp.float32)
+# Name -> (function, arrays beside Q, K and V, which of them `forward` is given).
+BESIDE = {
+    "flax, padding, a query that sees nothing": (flax_padded, [TOKENS], {"segments"}),
+    "flax, segments": (flax_segments, [TOKENS], {"segments"}),
+    "jax.nn, lengths": (jax_lengths, [LENGTHS], {"segments"}),
+    "padding that is numbers": (
+        hidden(lambda m, s, t: (m != 0)[:, None, None]),
+        [TOKENS.at[:, 0].set(1)],
+        {"segments"},
+    ),
+    "padding of keys, added": (
+        lambda q, k, v, m: weighted(scores(q, k) + jnp.where(m > 0, 0.0, LOWEST)[:, None, None], v),
+        [TOKENS],
+        {"key_bias"},
+    ),
+    "padding that is a bias": (
+        lambda q, k, v, b: weighted(scores(q, k) + b, v),
+        [jnp.where(TOKENS > 0, 0.0, LOWEST)[:, None, None]],
+        {"key_bias"},
+    ),
+    "mask of each batch": (hidden(lambda m, s, t: m), [TRUTH], {"mask"}),
+    "mask and padding": (hidden(lambda m, s, t: m & m[:, :, :1]), [TRUTH], {"mask", "segments"}),
+    "mask of all, not": (hidden(lambda m, s, t: ~m), [~TRUTH[0, 0]], {"mask"}),
+    "causal and segments": (
+        hidden(lambda x, s, t: tril(s) & (x[:, None, :, None] == x[:, None, None])),
+        [TOKENS],
+        {"segments"},
+    ),
+    "prefix": (hidden(lambda x, s, t: tril(s) | (jnp.arange(t) < x[:, None, None, None])), [LENGTHS], {"mask"}),
+    "every other key": (
+        hidden(lambda x, s, t: jnp.broadcast_to(jnp.arange(t) % x[:, None, None, None] == 0, (2, 1, s, t))),
+        [LENGTHS],
+        {"segments"},
+    ),
+    "bias": (jax_bias, [NUMBERS], {"bias"}),
+    "bias of all heads": (lambda q, k, v, b: weighted(scores(q, k) - 2 * b, v), [NUMBERS[0, :1]], {"bias"}),
+    "bias under the scale": (
+        lambda q, k, v, b: weighted((jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) + b) * 0.125, v),
+        [NUMBERS],
+        {"bias"},
+    ),
+    "padding as a product": (
+        lambda q, k, v, m: weighted(scores(q, k) + -1e9 * (1 - m.astype(jnp.float32))[:, None, None], v),
+        [(TOKENS > 0).at[:, 0].set(True)],
+        {"key_bias"},
+    ),
+    "t5": (t5, [NUMBERS, TOKENS.at[:, 0].set(1)], {"bias", "key_bias"}),
+    "alibi": (alibi, [jnp.asarray([0.5, 0.25, 0.125, 0.0625])], {"bias"}),
+}
 VALUES = {
     "shared heads": (jax_causal, [SMALL, (2, 24, 2, 64), (2, 24, 2, 64)]),
     "flax": (flax_causal, [SMALL] * 3),
@@ -242,18 +339,24 @@ VALUES = {
 QUICK = ("shared heads", "keys by columns", "powers of two")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VALUES])
-def test_values_and_gradients(name):
-    f, shapes = VALUES[name]
-    args = normal(*shapes)
+def agrees(f, args, exact):
+    """Fused values and gradients by Q, K, V and biases beside the program's own in float64. Returns the call."""
     forward = mock.Mock(side_effect=plain_forward)
     fused = aicf_jax.fuse(f, kernels=[stand_in(forward)], policy=PLAIN)
+    numbers = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def by_numbers(f, args):
+        def g(*xs):
+            replaced = dict(zip(numbers, xs, strict=True))
+            return f(*(replaced.get(i, x) for i, x in enumerate(args)))
+
+        return jax.vjp(g, *(args[i] for i in numbers))
+
     with jax.enable_x64(True):
-        exact = [x.astype(jnp.float64) for x in args]
-        want, pull = jax.vjp(f, *exact)
+        want, pull = by_numbers(f, exact)
         ct = jax.random.normal(jax.random.key(1), want.shape).astype(jnp.bfloat16)
         wanted = (want, *pull(ct.astype(jnp.float64)))
-    found, pull = jax.vjp(fused, *args)
+    found, pull = by_numbers(fused, args)
     assert forward.call_args.kwargs["with_statistics"]
     # Weights, scores and results (flax: all in between) are rounded to 8 bits, at most eight times; what is summed has
     # random signs.
@@ -261,6 +364,86 @@ def test_values_and_gradients(name):
         a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
         assert a.shape == b.shape
         assert np.max(np.abs(a - b)) <= 8 * 2.0**-8 * max(1.0, np.max(np.abs(b)))
+    return forward.call_args.kwargs
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VALUES])
+def test_values_and_gradients(name):
+    f, shapes = VALUES[name]
+    args = normal(*shapes)
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in args]
+    agrees(f, args, exact)
+
+
+def is_given(x):
+    return bool(x) if isinstance(x, list) else x is not None
+
+
+QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
+def test_values_and_gradients_with_arrays_beside_the_scores(name):
+    f, beside, given = BESIDE[name]
+    qkv = normal(*[SMALL] * 3)
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in qkv]
+        more = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in beside]
+    options = agrees(f, [*qkv, *beside], [*exact, *more])
+    assert {n for n in ("segments", "mask", "bias", "key_bias") if is_given(options[n])} == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("f", "beside", "given"), [(jax_bias, NUMBERS, "bias"), (flax_padded, TOKENS, "segments")])
+def test_arrays_beside_heads_that_are_shared_and_batches_that_are_mapped(f, beside, given):
+    q, k, v = normal((3, *SMALL), (3, 2, 24, 2, 64), (3, 2, 24, 2, 64))
+
+    def mapped(q, k, v, x):
+        if f is flax_padded:
+            k, v = (jnp.repeat(y, 2, axis=-2) for y in (k, v))
+        return jax.vmap(f, (0, 0, 0, None))(q, k, v, x)
+
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in (q, k, v)]
+        more = beside.astype(jnp.float64) if given == "bias" else beside
+    options = agrees(mapped, [q, k, v, beside], [*exact, more])
+    assert is_given(options[given])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flax, padding, a query that sees nothing", "t5"])
+def test_arrays_beside_the_scores_in_the_simulator(name):
+    """As operations call it, against the stand-in."""
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    real = attention.forward
+
+    def simulated(*args, **options):
+        return real(*args, **options, config=ForwardConfig(64, 2), interpret=_mosaic.interpret())
+
+    f, beside, _ = BESIDE[name]
+    args = [*normal(*[SMALL] * 3), *beside]
+    jaxpr = jax.make_jaxpr(aicf_jax.fuse(f, kernels=[stand_in()], policy=PLAIN))(*args)
+    seen = []
+
+    def both(*args, **options):
+        found, want = simulated(*args, **options), plain_forward(*args, **options)
+        seen.append((found, want))
+        return want
+
+    eqns = jaxpr.eqns
+    position = next(i for i, e in enumerate(eqns) if e.primitive.name == "fused")
+    op = eqns[position].params["op"]
+    inputs = jax.core.eval_jaxpr(
+        jaxpr.jaxpr.replace(eqns=eqns[:position], outvars=list(eqns[position].invars)), jaxpr.consts, *args
+    )
+    stand_in(both).save(op, *inputs)
+    ((found, want),) = seen
+    for got, exact, error in zip(found, want, (2.0**-6, 2.0**-16, 2.0**-16), strict=True):
+        got, exact = (np.asarray(x).astype(np.float64) for x in (got, exact))
+        assert np.max(np.abs(got - exact)) <= error * np.max(np.abs(exact))
+    assert not _mosaic.races_found()
 
 
 @pytest.mark.slow
@@ -288,8 +471,8 @@ def test_in_the_simulator():
     assert not _mosaic.races_found()
 
 
-# Masks that a closure holds are arrays, and read.
-ARRAYS = {"causal_masked_with_inf", "causal_masked_with_finfo_min", "additive_bias", "flax_linen", "flax_nnx"}
+# Products with values in float32, whose result has that type.
+WIDE = {"additive_bias"}
 LATE = {"normalized_after_pv"}
 
 
@@ -305,5 +488,5 @@ def test_every_spelling_of_the_corpus_is_read_right_or_left_alone(case):
     found = np.asarray(aicf_jax.fuse(f, kernels=[kernel], policy=PLAIN)(*args)).astype(np.float64)
     with jax.enable_x64(True):
         want = np.asarray(f(*(x.astype(jnp.float64) for x in args))).astype(np.float64)
-    assert forward.called == (name not in ARRAYS | LATE)
+    assert forward.called == (name not in WIDE | LATE)
     assert np.max(np.abs(found - want)) <= 8 * 2.0**-8 * np.max(np.abs(want))

@@ -33,6 +33,7 @@ BANDS = {
     "window": lambda i, j: (j <= i) & (i - j < 5),
     "outside of neither": lambda i, j: ~((j > i + 2) | (j < i - 4)),
     "as numbers": lambda i, j: (i >= j).astype(jnp.float32).astype(jnp.int32) != 0,
+    "product of truth values": lambda i, j: (i >= j).astype(jnp.float32) * (i - j < 5).astype(jnp.float32) != 0,
     "as numbers, to truth": lambda i, j: (i >= j).astype(jnp.float32).astype(bool),
     "not, as numbers": lambda i, j: (i > j).astype(jnp.float32) == 0,
     "half a position": lambda i, j: j <= i.astype(jnp.float32) + 1.5,

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen
 
 import aicf_jax
 from pallas_kernels import aot
 from pallas_kernels.attention import forward
-from pallas_kernels.attention.cases import COMPILED
+from pallas_kernels.attention.cases import COMPILED, DECODE
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
@@ -20,6 +21,15 @@ def causal(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def padded(q, k, v, tokens):
+    mask = linen.combine_masks(linen.make_causal_mask(tokens), linen.make_attention_mask(tokens > 0, tokens > 0))
+    return linen.dot_product_attention(q, k, v, mask=mask)
+
+
+def biased(q, k, v, bias):
+    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+
 def gradients(f):
     def both(q, k, v, ct):
         y, pull = jax.vjp(f, q, k, v)
@@ -30,12 +40,16 @@ def gradients(f):
 
 def programs():
     found = {}
-    for name, case in COMPILED.items():
-        types = jax.eval_shape(lambda case=case: case.arrays(jax.random.key(0)))
-        found[name] = (lambda q, k, v, case=case: forward(q, k, v, **case.options()), types)
+    for name, case in {**COMPILED, **DECODE}.items():
+        types = jax.eval_shape(lambda case=case: (case.arrays(jax.random.key(0)), case.beside(jax.random.key(1))))
+        found[name] = (lambda qkv, beside, case=case: forward(*qkv, **beside, **case.options()), types)
     fused = aicf_jax.fuse(causal, policy=H200)
     found["fused"] = fused, (X, X, X)
     found["unfused"] = causal, (X, X, X)
+    tokens = jax.ShapeDtypeStruct((B, S), jnp.int32)
+    found["fused, padded"] = aicf_jax.fuse(padded, policy=H200), (X, X, X, tokens)
+    bias = jax.ShapeDtypeStruct((1, H, S, S), jnp.float32)
+    found["fused, biased"] = aicf_jax.fuse(biased, policy=H200), (X, X, X, bias)
     found["fused gradients"] = gradients(fused), (X, X, X, X)
     return found
 
@@ -50,8 +64,17 @@ def test_one_kernel_with_wgmma_and_without_a_spill(reports, name):
     report = reports[name]
     assert not isinstance(report, Exception), report
     assert report.counts["mosaic"] == 1 and report.spill_bytes == 0, report
-    # Lengths that are not multiples of 8 are padded; 1000 is one.
-    assert report.count == 1 and "wgmma" in str(report), report
+    # Truth values become bytes first.
+    assert report.count == 1 + bool(COMPILED[name].mask) and "wgmma" in str(report), report
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_few_queries_are_a_kernel_and_what_merges_its_parts(reports, name):
+    report = reports[name]
+    assert not isinstance(report, Exception), report
+    assert report.counts["mosaic"] == 1 and report.spill_bytes == 0, report
+    # Two merge; one makes queries longer, or ids of padding.
+    assert report.count <= 4 and "wgmma" in str(report), report
 
 
 def test_a_program_is_one_kernel_with_temporaries_that_do_not_grow_with_the_square(reports):
@@ -59,6 +82,14 @@ def test_a_program_is_one_kernel_with_temporaries_that_do_not_grow_with_the_squa
     assert fused.count == 1 and fused.counts["mosaic"] == 1, fused.beside(unfused)
     assert fused.temporaries_bytes <= B * S * H * D * 2, fused
     assert unfused.count > 1 and unfused.temporaries_bytes >= B * H * S * S * 2
+
+
+@pytest.mark.parametrize("name", ["fused, padded", "fused, biased"])
+def test_masks_and_biases_of_a_program_are_read_by_the_kernel(reports, name):
+    report = reports[name]
+    # Ids of padding are made first, and flax scales Q.
+    assert report.counts["mosaic"] == 1 and report.spill_bytes == 0 and report.count <= 4, report
+    assert report.temporaries_bytes <= 2 * (B * S * H * D * 2), report
 
 
 def test_a_program_with_gradients_has_the_kernel_forward(reports):

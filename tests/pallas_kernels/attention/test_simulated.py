@@ -22,14 +22,22 @@ def exactly(x):
     return np.asarray(x).astype(np.float64)
 
 
-def score_error(case, q, k):
-    """Of the scores in float32: a sum of D products, and a few roundings of the largest score."""
+def off(found, wanted):
+    """How far numbers are apart; nothing where both are the same infinity, or no number: rows that see nothing."""
+    found = exactly(found)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0, np.abs(found - wanted)))
+
+
+def score_error(case, q, k, beside):
+    """Of the scores in float32: a sum of D products, and a few roundings of the largest score and of biases."""
     by_heads = [
         np.abs(exactly(x)) if layout == "bhsd" else np.abs(exactly(x)).swapaxes(1, 2)
         for x, layout in zip((q, k), case.layouts, strict=False)
     ]
     largest = max(np.linalg.norm(x, axis=-1).max() for x in by_heads)
-    return (case.head_dim + 8) * U32 * case.scale * largest**2
+    biases = [np.abs(exactly(x)).max() for x in (beside["bias"], beside["key_bias"]) if x is not None]
+    return U32 * ((case.head_dim + 8) * case.scale * largest**2 + 4 * abs(case.bias_factor) * sum(biases))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,23 +45,26 @@ def test_forward(case):
     if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
         pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
     q, k, v = case.arrays(jax.random.key(0))
-    found = forward(q, k, v, **case.options(), interpret=_mosaic.interpret())
+    beside = case.beside(jax.random.key(1))
+    found = forward(q, k, v, **beside, **case.options(), interpret=_mosaic.interpret())
     assert not _mosaic.races_found()
     with jax.enable_x64(True):
         args = [jnp.asarray(exactly(x)) for x in (q, k, v)]
-        out, m, total = (np.asarray(x) for x in reference.forward(*args, **case.equation(), dtype=jnp.float64))
+        wanted = reference.forward(*args, **beside, **case.equation(), dtype=jnp.float64)
+    out, m, total = map(np.asarray, wanted)
     assert found[0].dtype == case.dtype and len(found) == (3 if case.with_statistics else 1)
     # Weights are off by the error of their exponents, twice for their sum, and by their rounding for the product.
-    dx, u = score_error(case, q, k), float(jnp.finfo(case.dtype).eps) / 2
+    dx, u = score_error(case, q, k, beside), float(jnp.finfo(case.dtype).eps) / 2
     weight_error = 2 * dx + u + (case.keys + 16) * U32
     # Of a row the weights add up to 1.
     largest = np.abs(exactly(v)).max()
     tiny = case.keys * float(jnp.finfo(case.dtype).smallest_subnormal)
-    assert np.all(np.abs(exactly(found[0]) - out) <= (weight_error + u) * largest + tiny * largest)
+    assert np.all(off(found[0], out) <= (weight_error + u) * largest + tiny * largest)
     if case.with_statistics:
-        log_sum = exactly(found[1]) + np.log(exactly(found[2]))
-        assert np.all(np.abs(exactly(found[1]) - m) <= dx)
-        assert np.all(np.abs(log_sum - m - np.log(total)) <= 2 * dx + (case.keys + 16) * U32)
+        with np.errstate(divide="ignore"):
+            log_sum, log_sum_wanted = (exactly(a) + np.log(exactly(b)) for a, b in (found[1:], (m, total)))
+        assert np.all(off(found[1], m) <= dx)
+        assert np.all(off(log_sum, log_sum_wanted) <= 2 * dx + (case.keys + 16) * U32)
         assert found[1].dtype == found[2].dtype == jnp.float32 and found[1].shape == m.shape
 
 
