@@ -14,15 +14,15 @@ from aicf_jax.ops import FusedOp
 
 
 def _run(op: FusedOp, *arguments: Any) -> tuple[Any, ...]:
-    assert op.origin is not None
-    forward, wanted = op.origin
+    assert op.gradient_of is not None
+    forward, wanted = op.gradient_of
     n = len(forward.in_avals)
     _, *saved, ct = arguments[n:]  # the result comes first
     return gradients(forward, arguments[:n], saved, ct, wanted)
 
 
 def _bytes(op: FusedOp) -> int:
-    return op.outer_bytes() + (0 if op.origin is None else bytes_of_product(op.origin[0]))
+    return op.outer_bytes() + (0 if op.gradient_of is None else bytes_of_product(op.gradient_of[0]))
 
 
 KERNEL = Kernel(

@@ -27,7 +27,7 @@ def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
     return {
         "dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})),
         "recomputes": products,
-        "variant": "a batch of losses" if op.origin is None else variant(op.origin[0]),
+        "variant": "a batch of losses" if op.gradient_of is None else variant(op.gradient_of[0]),
     }
 
 
