@@ -125,12 +125,21 @@ def call(
     return dict(zip(wanted, found, strict=True))
 
 
+def expect_power_of_two(owner: object, name: str, least: int, most: int) -> None:
+    """Raises ValueError unless an attribute is a power of two in these limits."""
+    found = getattr(owner, name)
+    if not least <= found <= most or found & (found - 1):
+        raise ValueError(
+            f"{type(owner).__name__}({name}=...): expected a power of two from {least} to {most}, found {found!r}"
+        )
+
+
 # -- the interpreter -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def interpreted(module: str) -> ModuleType:
-    """A second copy of a module of kernels, whose functions Triton interprets; ``add`` is how they reduce."""
+    """A second copy of a module of kernels, whose functions Triton interprets; they reduce by ``add`` and ``larger``."""
     triton = importlib.import_module("triton")
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.loader is not None
@@ -141,7 +150,8 @@ def interpreted(module: str) -> ModuleType:
     finally:
         triton.knobs.runtime.interpret = before
     # It calls a function of ours for each two elements of a sum, and NumPy's for its own.
-    vars(copy)["add"] = importlib.import_module("triton.language").standard._sum_combine
+    standard = importlib.import_module("triton.language").standard
+    vars(copy).update(add=standard._sum_combine, larger=standard._elementwise_max)
     return copy
 
 
