@@ -70,7 +70,7 @@ def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Fu
         place += range(len(slots) - len(step.body.outvars), len(slots))
     results = tuple(place[s] for s in op.results)
     new = dataclasses.replace(
-        op, steps=tuple(steps), results=results, in_avals=in_avals, key=step_key(steps), choices=()
+        op, steps=tuple(steps), results=results, in_avals=in_avals, key=step_key(steps), choices=(), origin=None
     )
     return selected(new, op.pattern)[0]
 
@@ -146,6 +146,7 @@ def _gradient_op(
         pattern=op.pattern,
         input_names=names,
         result_names=tuple("d" + names[i] for i in wanted),
+        origin=(op, wanted),
     )
     return selected(new, op.pattern)[0]
 

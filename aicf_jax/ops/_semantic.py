@@ -155,6 +155,8 @@ class FusedOp:
       choices: (platform, kernel name) for every platform it may be lowered to.
       site, pattern: the user's source line and the pattern that found it; not part of equality.
       input_names, result_names: for prints, where somebody knows them; not part of equality.
+      origin: of a backward that is derived as a whole the operation it is the backward of, and for which of its inputs;
+        not part of equality, since the equations say what it computes.
     """
 
     semantic: SemanticOp
@@ -169,6 +171,7 @@ class FusedOp:
     pattern: str = ""
     input_names: tuple[str, ...] = ()
     result_names: tuple[str, ...] = ()
+    origin: tuple[FusedOp, tuple[int, ...]] | None = None
 
     def _identity(self) -> tuple[Hashable, ...]:
         return (self.semantic.name, self.blob, self.key, self.results, self.choices, self.context)

@@ -11,6 +11,7 @@ from typing import Any
 
 from aicf_jax.attrs import Schema
 from aicf_jax.ops import _programs
+from aicf_jax.ops._attention_variant import variant
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.attention import FIELDS
 
@@ -22,7 +23,15 @@ def _attributes(match: Any) -> Mapping[str, object]:
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals}))}
+    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})), "variant": _variant(op)}
+
+
+def _variant(op: FusedOp) -> Hashable:
+    if op.origin is None:
+        return "a batch of attentions"
+    # As of the forward: no kernel wants to know it of wider types.
+    wide = [str(a.dtype) for a in op.out_avals if a.dtype.itemsize > 2]
+    return f"gradients of type {wide[0]}" if wide else variant(op.origin[0])
 
 
 OP = SemanticOp(

@@ -67,20 +67,20 @@ class BackwardConfig:
         _triton.expect_power_of_two(self, "rows", 1, 256)
 
 
-def default_forward(head_dim: int) -> TileConfig:
-    """By the length of heads: what spills no registers, in the shared memory of an L4."""
+def default_forward(head_dim: int, has_softcap: bool = False) -> TileConfig:
+    """By the length of heads: what spills no registers, in the shared memory of an L4. A softcap takes some of both."""
     if head_dim <= 64:
-        return TileConfig(128, 64, 4, 3)
+        return TileConfig(128, 64, 8 if has_softcap else 4, 3)
     return TileConfig(128, 64, 8, 2) if head_dim <= 128 else TileConfig(64, 32, 4, 2)
 
 
-def default_backward(head_dim: int) -> BackwardConfig:
+def default_backward(head_dim: int, has_softcap: bool = False) -> BackwardConfig:
     """Likewise. dK and dV are two accumulators."""
     if head_dim <= 64:
-        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(64, 128, 8, 2))
+        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(64, 64 if has_softcap else 128, 8, 2))
     if head_dim <= 128:
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2))
-    return BackwardConfig(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 8, 1))
+    return BackwardConfig(TileConfig(32, 32, 4, 2), TileConfig(32, 32, 8, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def forward(
       ValueError: naming the argument, what was expected, what was found.
     """
     p = _problem("forward", q, k, v, layouts, scale=scale, lower=lower, upper=upper, softcap=softcap)
-    c = config or default_forward(p.depth)
+    c = config or default_forward(p.depth, softcap is not None)
     shape = tuple({"b": p.batch, "h": p.heads, "s": p.queries, "d": p.depth}[d] for d in layouts[3])
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32) if with_statistics else None
     found = _triton.call(
@@ -244,7 +244,7 @@ def backward(
     for name, x in (("m", m), ("l", l)):
         rows = p.batch, p.heads, p.queries
         _expect("backward", name, x.shape == rows and x.dtype == jnp.float32, f"float32 {rows}", x)
-    c = config or default_backward(p.depth)
+    c = config or default_backward(p.depth, softcap is not None)
     needed = _rows(p, c, out, dout, m, l, interpret)
     dq = dk = dv = None
     given = {"q": q, "k": k, "v": v, "dout": dout, **needed}
