@@ -62,6 +62,17 @@ def _versions() -> str:
     return ", ".join(found)
 
 
+def refusal(target: str) -> str | None:
+    """Why the kernels cannot run on a GPU (`aot.targets`) from here; None where they can."""
+    missing = unavailable()
+    if missing is not None:
+        return f"needs {missing.expected}; found {missing.found}"
+    from pallas_kernels.aot import target as targets
+
+    capability = targets.load(target).compute_capability
+    return None if capability >= OLDEST else f"needs compute capability {OLDEST / 10}, found {capability / 10}"
+
+
 def compute_capability() -> int | None:
     """Of the device that the enclosing mesh describes; None: jax-triton asks the GPU at hand; else `OLDEST`."""
     described = jax.sharding.get_abstract_mesh().abstract_device
