@@ -100,3 +100,26 @@ def moves_registers() -> bool:
     The one that jax 0.12 calls does not: of 384 threads each has 168.
     """
     return not simulates_bounds()
+
+
+def cudnn_version() -> int:
+    """Of the cuDNN that jax finds. Raises where it finds none."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return int(fused_attention_stablehlo.check_cudnn_version())
+
+
+def cudnn_attention(
+    q: Any, k: Any, v: Any, *, scale: float, is_causal: bool, window: tuple[int, int] | None
+) -> tuple[Any, Any]:
+    """``(O, log-sum-exp)`` of ``jax.nn.dot_product_attention(implementation="cudnn")``.
+
+    The public function rounds the log-sum-exp, float32 ``[B, H, S]``, to the type of O.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    mask = fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK
+    length = None if window is None else window[0] + 1
+    return fused.dot_product_attention(
+        q, k, v, scale=scale, mask_type=mask, sliding_window_length=length, return_residual=True
+    )

@@ -62,6 +62,17 @@ def _versions() -> str:
     return ", ".join(found)
 
 
+def refusal(target: str) -> str | None:
+    """Why the kernels cannot run on a GPU (`aot.targets`) from here; None where they can."""
+    missing = unavailable()
+    if missing is not None:
+        return f"needs {missing.expected}; found {missing.found}"
+    from pallas_kernels.aot import target as targets
+
+    capability = targets.load(target).compute_capability
+    return None if capability >= OLDEST else f"needs compute capability {OLDEST / 10}, found {capability / 10}"
+
+
 def compute_capability() -> int | None:
     """Of the device that the enclosing mesh describes; None: jax-triton asks the GPU at hand; else `OLDEST`."""
     described = jax.sharding.get_abstract_mesh().abstract_device
@@ -125,12 +136,21 @@ def call(
     return dict(zip(wanted, found, strict=True))
 
 
+def expect_power_of_two(owner: object, name: str, least: int, most: int) -> None:
+    """Raises ValueError unless an attribute is a power of two in these limits."""
+    found = getattr(owner, name)
+    if not least <= found <= most or found & (found - 1):
+        raise ValueError(
+            f"{type(owner).__name__}({name}=...): expected a power of two from {least} to {most}, found {found!r}"
+        )
+
+
 # -- the interpreter -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def interpreted(module: str) -> ModuleType:
-    """A second copy of a module of kernels, whose functions Triton interprets; ``add`` is how they reduce."""
+    """A second copy of a module of kernels, whose functions Triton interprets; they reduce by ``add`` and ``larger``."""
     triton = importlib.import_module("triton")
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.loader is not None
@@ -141,7 +161,8 @@ def interpreted(module: str) -> ModuleType:
     finally:
         triton.knobs.runtime.interpret = before
     # It calls a function of ours for each two elements of a sum, and NumPy's for its own.
-    vars(copy)["add"] = importlib.import_module("triton.language").standard._sum_combine
+    standard = importlib.import_module("triton.language").standard
+    vars(copy).update(add=standard._sum_combine, larger=standard._elementwise_max)
     return copy
 
 

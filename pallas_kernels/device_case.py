@@ -1,6 +1,7 @@
 """A kernel on one shape, as data: what `experiments.device_check` checks and times on a GPU.
 
-Each kernel package lists its own as ``DEVICE`` in its module ``cases``; they are found by listing the packages.
+Each kernel package lists its own as ``DEVICE`` in its modules ``cases`` and, for its kernels through Triton,
+``portable_cases``; they are found by listing the packages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import jax.numpy as jnp
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 
 
+def _taken(target: str) -> str | None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceCase:
     """One comparison.
@@ -33,6 +38,7 @@ class DeviceCase:
       flops: multiplications and additions that the results need; 0 where memory is what matters.
       bytes: arguments and results, each once.
       libraries: name -> options of XLA under which `unfused` is timed too.
+      refusal: name of a GPU (`aot.targets`) -> why the kernel cannot run there from here; None where it can.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -47,6 +53,7 @@ class DeviceCase:
     flops: int
     bytes: int
     libraries: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    refusal: Callable[[str], str | None] = _taken
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -77,27 +84,35 @@ def nbytes(*trees: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
+#: Modules of a kernel package that list cases, and what the package is called in their names.
+_MODULES = {"cases": "{}", "portable_cases": "{} by Triton"}
+
+
 def discover() -> dict[str, DeviceCase]:
     """Every case of every kernel package, as ``"package/name"``, in sorted order of the packages.
 
     Raises:
-      TypeError: a module ``cases`` without ``DEVICE``, or with something else in it.
+      TypeError: a module of cases without ``DEVICE``, or with something else in it.
       ValueError: two cases of one name.
     """
     import pallas_kernels
 
     found: dict[str, DeviceCase] = {}
     packages = sorted(info.name for info in pkgutil.iter_modules(pallas_kernels.__path__) if info.ispkg)
-    for package in packages:
-        module_name = f"pallas_kernels.{package}.cases"
-        if importlib.util.find_spec(module_name) is None:
-            continue
-        cases = getattr(importlib.import_module(module_name), "DEVICE", None)
-        if not isinstance(cases, tuple) or not all(isinstance(c, DeviceCase) for c in cases):
-            raise TypeError(f"{module_name} must export DEVICE: tuple[DeviceCase, ...], found {cases!r}")
-        for case in cases:
-            name = f"{package}/{case.name}"
-            if name in found:
-                raise ValueError(f"{module_name}: two cases of the name {case.name!r}")
-            found[name] = case
+    for module, called in _MODULES.items():
+        for package in packages:
+            module_name = f"pallas_kernels.{package}.{module}"
+            if importlib.util.find_spec(module_name) is not None:
+                _add(found, called.format(package), module_name)
     return found
+
+
+def _add(found: dict[str, DeviceCase], package: str, module_name: str) -> None:
+    cases = getattr(importlib.import_module(module_name), "DEVICE", None)
+    if not isinstance(cases, tuple) or not all(isinstance(c, DeviceCase) for c in cases):
+        raise TypeError(f"{module_name} must export DEVICE: tuple[DeviceCase, ...], found {cases!r}")
+    for case in cases:
+        name = f"{package}/{case.name}"
+        if name in found:
+            raise ValueError(f"{module_name}: two cases of the name {case.name!r}")
+        found[name] = case

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from aicf_jax.kernels._norm import Library, parameter_sums
 from aicf_jax.ops import FusedOp, _norm
+from aicf_jax.ops._attention_variant import Variant
 
 #: The machines they are made for.
 TARGETS = ("a100", "l4")
@@ -34,3 +36,17 @@ def _moved(op: FusedOp) -> int:
 
 #: Rows of at most 8192 elements (`pallas_kernels.norm.portable.MAX_LENGTH`), of whatever type.
 NORMS = Library("triton", TARGETS, _norms, (32768, 32768), _moved, available)
+
+
+def attention_fits() -> tuple[str, Callable[[Variant], bool]]:
+    """The kinds of attention they take, in words and as a test. Rows of 16 bytes can be loaded ahead."""
+
+    def fits(v: Variant) -> bool:
+        depth = v.size(v.roles.depth)
+        return depth % 8 == 0 and 16 <= depth <= 256
+
+    return (
+        "heads of a multiple of 8 from 16 to 256, with no more than scale, softcap and limits on the distance of query "
+        "and key",
+        fits,
+    )

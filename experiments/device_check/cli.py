@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m experiments.device_check",
         description="Checks every kernel on this GPU against float64, then times it beside XLA and cuBLASLt. The cases "
-        "are those that each package in pallas_kernels lists.",
+        "are those that each package in pallas_kernels lists; those that cannot run here are refused, with the reason.",
         epilog="exit codes: 0 all right, 1 something is wrong or was not checked, 2 no GPU or wrong use",
     )
     result.add_argument("--dry-run", action="store_true", help="compile everything for a GPU that need not be there")
@@ -82,15 +82,17 @@ def main(
         for name in cases:
             console.print(name, markup=False, highlight=False, soft_wrap=True)
         return EXIT_RIGHT
+    refused = {name: why for name, case in cases.items() if (why := case.refusal(target)) is not None}
+    cases = {name: case for name, case in cases.items() if name not in refused}
     if options.dry_run:
-        found = dry(cases, target, options, console)
+        found = dry(cases, target, options, console, refused)
         return found if found == EXIT_USAGE else _with_probes(found, options, console, lambda: probes(target, folder))
     if jax.default_backend() != "gpu":
         return _refuse(
             f"there is no GPU here (jax runs on {jax.default_backend()}), so nothing was checked; --dry-run compiles "
             "everything for a GPU that is not there"
         )
-    found = on_device(cases, options, console)
+    found = on_device(cases, options, console, refused=refused)
     return found if found == EXIT_INTERRUPTED else _with_probes(found, options, console, lambda: probes(None, folder))
 
 
@@ -111,18 +113,34 @@ def _chosen(cases: Mapping[str, DeviceCase], texts: Sequence[str] | None) -> dic
     return {name: case for name, case in cases.items() if texts is None or any(text in name for text in texts)}
 
 
-def dry(cases: Mapping[str, DeviceCase], target: str, options: argparse.Namespace, console: Console) -> int:
+def _refused_entries(refused: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    return {name: {"status": "refused", "reason": why} for name, why in refused.items()}
+
+
+def _all_in(entries: Mapping[str, Mapping[str, Any]], status: str) -> bool:
+    """Whether all have this status, but for what was refused."""
+    return all(e["status"] in (status, "refused") for e in entries.values())
+
+
+def dry(
+    cases: Mapping[str, DeviceCase],
+    target: str,
+    options: argparse.Namespace,
+    console: Console,
+    refused: Mapping[str, str],
+) -> int:
     """Compiles everything; prints the table and writes the JSON."""
     try:
-        entries = compile_cases(cases, target, options.budget or 1800.0)
+        compiled = compile_cases(cases, target, options.budget or 1800.0) if cases else {}
     except (ImportError, TimeoutError, aot.CompileError) as error:
         return _refuse(str(error), EXIT_USAGE if isinstance(error, ImportError) else EXIT_WRONG)
+    entries = {**compiled, **_refused_entries(refused)}
     path = options.output / f"compiled-{target}.json"
     write_json_atomic(path, {**_head(), "target": target, "entries": entries})
     print_table(console, report.dry_table(entries, target))
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     _name_failures(entries, console)
-    return EXIT_RIGHT if all(e["status"] == "compiled" for e in entries.values()) else EXIT_WRONG
+    return EXIT_RIGHT if _all_in(entries, "compiled") else EXIT_WRONG
 
 
 def on_device(
@@ -130,6 +148,7 @@ def on_device(
     options: argparse.Namespace,
     console: Console,
     clock: tuple[timing.Clock, str] | None = None,
+    refused: Mapping[str, str] | None = None,
     **others: Any,
 ) -> int:
     """Checks and times; prints the table and writes the JSON, after each step as well."""
@@ -137,7 +156,9 @@ def on_device(
     if note:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     path = options.output / "device_check.json"
-    document: dict[str, Any] = {**_head(), "clock": found.name, "clock_note": note, "ceilings": None, "entries": {}}
+    left_out = _refused_entries(refused or {})
+    document: dict[str, Any] = {**_head(), "clock": found.name, "clock_note": note, "ceilings": None}
+    document["entries"] = dict(left_out)
 
     def keep(name: str, value: Any) -> None:
         if name == "ceilings":
@@ -148,7 +169,7 @@ def on_device(
 
     try:
         with Progress("device check", 2 * len(cases) + 1, console) as progress:
-            entries = run(cases, found, options.budget or BUDGET_S, progress, keep, **others)
+            entries = {**run(cases, found, options.budget or BUDGET_S, progress, keep, **others), **left_out}
     except KeyboardInterrupt:
         console.print(f"interrupted; what was found until then is in {path}", markup=False, highlight=False)
         return EXIT_INTERRUPTED
@@ -157,7 +178,7 @@ def on_device(
     print_table(console, report.check_table(entries, document["ceilings"], found.name))
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     _name_failures(entries, console)
-    return EXIT_RIGHT if all(e["status"] == "right" for e in entries.values()) else EXIT_WRONG
+    return EXIT_RIGHT if _all_in(entries, "right") else EXIT_WRONG
 
 
 def _head() -> dict[str, Any]:

@@ -64,6 +64,8 @@ def remark(entry: Mapping[str, Any]) -> str:
     """What a reader should know beside the numbers."""
     if entry["status"] == "failed":
         return f"failed: {entry['error'].strip().splitlines()[-1][:200]}"
+    if entry["status"] == "refused":
+        return f"refused: {entry['reason'].strip().splitlines()[0][:200]}"
     if not entry.get("repeats", True):
         return "wrong: other bits on another run"
     return "" if entry["status"] in ("right", "compiled") else entry["status"]
@@ -81,6 +83,9 @@ def dry_table(entries: Mapping[str, Mapping[str, Any]], target: str) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("")
     for name, entry in entries.items():
+        if entry["status"] == "refused":
+            table.add_row(name, *[""] * 7, remark(entry))
+            continue
         ours, xla = entry.get("kernel"), entry.get("unfused")
         mosaic = ours["mosaic"] if ours else []
         table.add_row(
@@ -92,9 +97,13 @@ def dry_table(entries: Mapping[str, Mapping[str, Any]], target: str) -> Table:
             _largest(mosaic, lambda m: m["spill_store_bytes"] + m["spill_load_bytes"], bytes_text),
             _largest(mosaic, lambda m: m["smem_bytes"], bytes_text),
             str(sum(n for m in mosaic for key, n in m["tensor_core"].items() if key.startswith("wgmma"))),
-            remark(entry) or ("" if mosaic else "no kernel of ours"),
+            remark(entry) or ("" if mosaic or _is_triton(ours) else "no kernel of ours"),
         )
     return table
+
+
+def _is_triton(ours: Any) -> bool:
+    return any(launch["name"] == "triton_kernel_call" for launch in ours["kernels"])
 
 
 def _pair(ours: Any, xla: Any, text: Any) -> str:

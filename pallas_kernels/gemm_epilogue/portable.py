@@ -48,8 +48,8 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
-            _power(self, name, 16, 256)
-        _power(self, "warps", 1, 16)
+            _triton.expect_power_of_two(self, name, 16, 256)
+        _triton.expect_power_of_two(self, "warps", 1, 16)
         for name in ("stages", "group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TileConfig({name}=...): expected at least 1, found {getattr(self, name)!r}")
@@ -75,18 +75,10 @@ class StripeConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n"):
-            _power(self, name, 1, 256)
-        _power(self, "warps", 1, 16)
+            _triton.expect_power_of_two(self, name, 1, 256)
+        _triton.expect_power_of_two(self, "warps", 1, 16)
         if self.groups < 1:
             raise ValueError(f"StripeConfig(groups=...): expected at least 1, found {self.groups!r}")
-
-
-def _power(owner: object, name: str, least: int, most: int) -> None:
-    found = getattr(owner, name)
-    if not least <= found <= most or found & (found - 1):
-        raise ValueError(
-            f"{type(owner).__name__}({name}=...): expected a power of two from {least} to {most}, found {found!r}"
-        )
 
 
 #: Tiles with their warps, from the largest on: at most half the registers of a thread are the accumulator's.

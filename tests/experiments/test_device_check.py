@@ -14,10 +14,10 @@ from experiments._progress import Progress
 from experiments.device_check import ceilings, cli, correctness, probes, report, timing
 from experiments.device_check.cases import every_case
 from experiments.device_check.run import run
-from pallas_kernels import device_case
+from pallas_kernels import _triton, device_case
 from pallas_kernels.device_case import DeviceCase
 
-CASES = every_case("h200")
+CASES = {name: case for name, case in every_case("h200").items() if case.refusal("h200") is None}
 BOUND = device_case.tolerance("float32", 8)
 
 
@@ -255,6 +255,34 @@ def test_the_table(golden):
         "late": {"status": "not checked"},
     }
     golden(report.ceilings_text(CEILINGS) + "\n" + text_of(report.check_table(entries, CEILINGS, "CUPTI")))
+
+
+def test_what_cannot_run_here_is_refused_with_the_reason(tmp_path):
+    options = cli.parser().parse_args(["--output", str(tmp_path)])
+    console = Console(file=io.StringIO(), width=200)
+    found = cli.on_device(
+        {"a/small": small()},
+        options,
+        console,
+        clock=(Fixed(1e-3), ""),
+        refused={"a/other": "needs another jax"},
+        measure_ceilings=lambda clock: CEILINGS,
+    )
+    entries = json.loads((tmp_path / "device_check.json").read_text())["entries"]
+    assert found == 0 and entries["a/other"] == {"status": "refused", "reason": "needs another jax"}
+    assert entries["a/small"]["status"] == "right"
+    for text in (console.file.getvalue(), text_of(report.dry_table({"a/other": entries["a/other"]}, "h200"))):
+        assert re.search("a/other .*refused: needs another jax", text)
+
+
+def test_triton_kernels_have_cases_that_are_refused_where_it_does_not_work(monkeypatch):
+    missing = _triton.Unavailable("jax-triton", "none")
+    monkeypatch.setattr(_triton, "unavailable", lambda: missing)
+    triton = {name: case for name, case in device_case.discover().items() if " by Triton/" in name}
+    assert {name.split(" ")[0] for name in triton} == {"attention", "gemm_epilogue", "norm"}
+    assert {case.refusal("a100") for case in triton.values()} == {"needs jax-triton; found none"}
+    monkeypatch.setattr(_triton, "unavailable", lambda: None)
+    assert {case.refusal("l4") for case in triton.values()} == {None}
 
 
 def main(capsys, *arguments, cases=None, run_probes=lambda target, folder: 0):
