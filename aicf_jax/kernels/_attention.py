@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, row_axes, rows_given
 from aicf_jax.kernels._gemm_epilogue import NARROW
 from aicf_jax.kernels._kernel import ANY, Where
-from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, order, row_axes, rows_given
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 
