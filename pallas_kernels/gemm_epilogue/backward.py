@@ -86,8 +86,8 @@ def backward(
         told otherwise.
       dz_dtype: of dZ; dY's unless told otherwise.
       db_dtype: of db; dY's unless told otherwise.
-      in_place: write dZ over the residual, where both have one type. Where the residual is read again, or is an argument
-        of the compiled program, XLA copies it before: results are the same, the copy costs time.
+      in_place: write dZ over the residual, where both have one type. Where the residual is read again, or is an
+        argument of the compiled program, XLA copies it before: results are the same, the copy costs time.
       config: tiles; by shape unless told otherwise.
       interpret: parameters of the simulator (`pallas_kernels._mosaic.interpret`).
 
