@@ -16,6 +16,7 @@ import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import linear_util as _lu
+from jax._src import mesh as _mesh
 from jax._src import named_sharding as _named_sharding
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
@@ -362,5 +363,10 @@ def lowers_with_devices(primitive: Any) -> None:
 
 
 def has_devices() -> bool:
-    """Whether there are several devices, and they are no mere description that is compiled for."""
-    return jax.sharding.get_abstract_mesh().abstract_device is None and jax.device_count() > 1
+    """Whether there are several devices for XLA to split over, and they are no mere description that is compiled for.
+
+    A mesh that `jax.set_mesh` sets describes its devices, too. Over manual and explicit axes XLA decides nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_described = mesh.abstract_device is not None and _mesh.get_concrete_mesh().empty
+    return not is_described and not (mesh.manual_axes or mesh.explicit_axes) and jax.device_count() > 1

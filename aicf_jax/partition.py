@@ -10,7 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
+
+from aicf_jax import _compat
+
+#: A function of parts, as a primitive: `custom_partitioning` itself cannot lower what writes to refs of its own.
+part_p = _compat.new_primitive("part", multiple_results=True)
+part_p.def_abstract_eval(lambda *avals, f: _compat.abstract_result(lambda *xs: list(f(*xs)), *avals))
+mlir.register_lowering(part_p, mlir.lower_fun(lambda *xs, f: list(f(*xs)), multiple_results=True))
 
 #: For each array a name for each dimension; None for one that a kernel needs whole.
 Names = tuple[tuple[str | None, ...], ...]
@@ -70,7 +78,8 @@ def split(f: Callable[..., Sequence[Any]], partition: Partition) -> Callable[...
 
         def lower(*inputs: Any) -> tuple[Any, ...]:
             inner = tuple(a for name in sorted(partition.inner) for a in _flat(axes.get(name)))
-            found = list(partition.contracted(inner, *inputs) if partition.contracted and inner else f(*inputs))
+            summed = partition.contracted if inner else None
+            found = list(part_p.bind(*inputs, f=f) if summed is None else summed(inner, *inputs))
             over = {k: _beyond(axes, partition.results[k]) for k in partition.sums}
             for axes_of in sorted({a for a in over.values() if a}):
                 where = [k for k, a in over.items() if a == axes_of]

@@ -91,7 +91,7 @@ def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal
                 refusal = _measured_slower(kernel, op, pattern, seconds[kernel.name], best, seconds[best])
         elif refusal is None and cost.rank >= best_cost.rank:
             refusal = _slower(kernel, op, pattern, cost, best, best_cost)
-        refusal = refusal or _trial(kernel, op, pattern)
+        refusal = refusal or trial(kernel, op, pattern)
         if refusal is None:
             best, best_cost = kernel.name, cost
         else:
@@ -207,7 +207,7 @@ def _measured_slower(kernel: Kernel, op: FusedOp, pattern: str, took: float, bes
     )
 
 
-def _trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
+def trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
     """A refusal when the kernel cannot even be traced on the operation's types, or gives results of other types.
 
     Raises FuseError instead under ``on_failure="raise"``.

@@ -22,7 +22,7 @@ from aicf_jax.kernels import XLA, Kernel
 from aicf_jax.ops import FusedOp
 from aicf_jax.pattern import Pattern
 from aicf_jax.policy import TARGETS, Policy
-from aicf_jax.select import refusal_of
+from aicf_jax.select import refusal_of, trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,10 @@ def tune(
 
     Raises:
       TypeError: `target` is not callable.
-      ValueError: the policy's target is another machine than this.
+      ValueError: the policy's target is another machine than this, or `path` is a folder or lies in none that can be
+        written to.
     """
+    tuning.check_path(Path(path))
     function, _, context = entry(target, policy, patterns, kernels, tuning=None)
     platform = TARGETS.get(jax.default_backend(), jax.default_backend())
     device = tuning.machine(platform)
@@ -128,12 +130,15 @@ def _random(seed: int, aval: Any) -> Any:
 
 
 def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
-    """The kernels that may run the operation on a platform, whatever they cost."""
+    """The kernels that may run the operation on a platform and can be traced, whatever they cost."""
     requirements = op.requirements()
     return [
         k
         for k in op.context.kernels
-        if k.op == op.semantic.name and platform in k.platforms and refusal_of(k, op, op.pattern, requirements) is None
+        if k.op == op.semantic.name
+        and platform in k.platforms
+        and refusal_of(k, op, op.pattern, requirements) is None
+        and trial(k, op, op.pattern) is None
     ]
 
 

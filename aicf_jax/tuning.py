@@ -11,6 +11,9 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
+import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +72,11 @@ def load(path: str | Path) -> Mapping[str, Table]:
         stamp = path.stat().st_mtime_ns
     except FileNotFoundError:
         return {}
-    found, problem = _read(path, stamp)
+    except (OSError, ValueError) as error:
+        stamp, problem = 0, f"it cannot be read ({error})"
+        found: Mapping[str, Table] = {}
+    else:
+        found, problem = _read(path, stamp)
     if problem is not None:
         log.once(f"tuning table {path} is ignored: {problem}")
     return found
@@ -77,9 +84,13 @@ def load(path: str | Path) -> Mapping[str, Table]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, stamp: int) -> tuple[Mapping[str, Table], str | None]:
+    return _parse(path)
+
+
+def _parse(path: Path) -> tuple[Mapping[str, Table], str | None]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, f"it cannot be read ({error})"
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         return {}, f"expected a table of schema {SCHEMA}, found {str(value)[:60]}"
@@ -91,17 +102,36 @@ def _read(path: Path, stamp: int) -> tuple[Mapping[str, Table], str | None]:
 
 def _is_table(devices: Any) -> bool:
     return isinstance(devices, dict) and all(
-        isinstance(seconds, dict) and all(isinstance(s, int | float) and s > 0 for s in seconds.values())
+        isinstance(seconds, dict) and all(map(_is_time, seconds.values()))
         for table in devices.values()
         for seconds in (table.values() if isinstance(table, dict) else [None])
     )
+
+
+def _is_time(s: Any) -> bool:
+    return isinstance(s, int | float) and not isinstance(s, bool) and 0 < s <= sys.float_info.max
+
+
+def check_path(path: Path) -> None:
+    """Raises ValueError for a path where no table can be written, as far as that shows before it is written."""
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tune(path=...): expected the name of a file, found {str(path)[:200]!r} ({error})") from error
+    if is_folder:
+        raise ValueError(f"tune(path=...): expected the name of a file, found the folder {path}")
+    above = next(p for p in path.absolute().parents if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"tune(path=...): expected a file in a folder that can be written to, found {path} in {above}")
 
 
 def write(path: Path, device: str, seconds: Table) -> None:
     """Adds measurements to a table; one that cannot be used is set aside first."""
     known: dict[str, Any] = {}
     if path.exists():
-        found, problem = _read(path, path.stat().st_mtime_ns)
+        found, problem = _parse(path)  # what lies there now: two tables may be written within one tick of the clock
         if problem is not None:
             log.once(f"tuning table {path}: {problem}; set aside as {set_aside(path, 'unusable')}")
         known = {d: dict(table) for d, table in found.items()}

@@ -196,6 +196,8 @@ def _partition(op: FusedOp, saving: bool) -> Partition | None:
     batch, m, n = ([d for d in x if d[0] == kind] for x, kind in ((a, "b"), (a, "m"), (b, "n")))
     inputs: dict[int, Any] = {left: a, right: b}
     slot = bias_slot(op)
+    if left == right or slot in (left, right):
+        return None  # one array in two roles: no split is right for both
     if slot is not None:
         along = n if op.blob.unpack()["bias_along"] == "n" else m
         wide = iter(along)

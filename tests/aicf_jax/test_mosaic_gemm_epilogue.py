@@ -4,6 +4,7 @@ The kernels themselves are tested in `tests/pallas_kernels`; here their equation
 CPU, but for one test in the simulator.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -18,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import aicf_jax
-from aicf_jax.kernels import mosaic_gemm_epilogue, mosaic_gemm_epilogue_grad
+from aicf_jax.kernels import mosaic_gemm_epilogue, mosaic_gemm_epilogue_grad, triton_gemm_epilogue
 from pallas_kernels import _compat, _mosaic, gemm_epilogue
-from pallas_kernels.gemm_epilogue import ForwardConfig, reference
+from pallas_kernels.gemm_epilogue import ForwardConfig, portable, reference
 
 FORWARD, GRADIENT = mosaic_gemm_epilogue.KERNEL, mosaic_gemm_epilogue_grad.KERNEL
 H200 = aicf_jax.Policy(target="h200", on_failure="raise")
@@ -54,6 +55,10 @@ def plain_forward(a, b, bias, *, out_dtype, z_dtype, **options):
 def plain_backward(residual, dy, *, dz_dtype, db_dtype, in_place, **options):
     assert in_place == (options["activation"] not in ("relu", "tanh", "sigmoid") or not options["from_output"])
     dz, db = reference.backward(residual, dy, **options)
+    if in_place and residual.dtype == dz_dtype:
+        overwritten = jax.new_ref(residual)
+        overwritten[...] = dz.astype(dz_dtype)
+        return jax.freeze(overwritten), db.astype(db_dtype)
     return dz.astype(dz_dtype), db.astype(db_dtype)
 
 
@@ -64,6 +69,7 @@ def on_a_cpu(kernel, forward=plain_forward, backward=plain_backward):
         def run(op, *inputs):
             with (
                 mock.patch.object(gemm_epilogue, "forward", forward),
+                mock.patch.object(portable, "forward", forward),
                 mock.patch.object(gemm_epilogue, "backward", backward),
             ):
                 return f(op, *inputs)
@@ -71,11 +77,12 @@ def on_a_cpu(kernel, forward=plain_forward, backward=plain_backward):
         return f and run
 
     return dataclasses.replace(
-        kernel, platforms=("cpu",), targets=None, run=patched(kernel.run), save=patched(kernel.save)
+        kernel, platforms=("cpu",), targets=None, available=None, run=patched(kernel.run), save=patched(kernel.save)
     )
 
 
 KERNELS = on_a_cpu(FORWARD), on_a_cpu(GRADIENT)
+TRITON = (on_a_cpu(triton_gemm_epilogue.KERNEL),)
 
 
 def fused(f):
@@ -327,6 +334,46 @@ def test_each_device_runs_the_kernel_on_its_part(name, activation):
         assert_near(got(*args), want(*args), 16)
         assert got(*args)[0].sharding.is_equivalent_to(want(*args)[0].sharding, len(x))
     assert (RUNS_BACKWARD in got.as_text()) == (taken or "depth" in name)
+
+
+@pytest.mark.parametrize("is_set", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_on_parts_dz_is_written_over_z(is_set):
+    """A ref in the function of a part; and a mesh that is set is there, and no description of a device."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    specs = P("data"), P(), P()
+    args = [normal(0, 64, 16), normal(1, 16, 16) * 0.2, normal(2, 16)]
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    on_parts = aicf_jax.fuse(dense, kernels=MARKED, policy=aicf_jax.Policy(on_failure="raise"))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        compiled = value_and_gradients(on_parts).lower(*args).compile()
+        assert RUNS in compiled.as_text() and RUNS_BACKWARD in compiled.as_text()
+        assert_near(compiled(*args), value_and_gradients(dense)(*args), 16)
+
+
+ONE_ARRAY = {
+    "both operands": (lambda x: jnp.tanh(x @ x), (64, 64), P("data"), KERNELS),
+    "the right one transposed": (lambda x: jnp.tanh(x @ x.T), (64, 64), P("data"), KERNELS),
+    "operand and bias": (lambda x: jax.nn.silu(x @ jnp.eye(16, dtype=x.dtype) + x), (1, 16), P(None, "data"), TRITON),
+}
+
+
+@pytest.mark.parametrize("name", quick(ONE_ARRAY, "both operands"))
+def test_one_array_in_two_roles_is_left_to_xla_on_several_devices(name):
+    """No way to split it is right for both."""
+    f, shape, spec, kernels = ONE_ARRAY[name]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    x = jax.device_put(normal(0, *shape) * 0.2, NamedSharding(mesh, spec))
+    on_parts = aicf_jax.fuse(f, kernels=kernels, policy=aicf_jax.Policy(on_failure="raise"))
+    assert_near(jax.jit(on_parts)(x), jax.jit(f)(x), 16)
+
+
+def test_explicit_axes_and_arrays_that_are_split_by_hand_run_the_equations():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    args = normal(0, 64, 16), normal(1, 16, 16) * 0.2, normal(2, 16)
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(a, s) for a, s in zip(args, (P("a"), P(None, "b"), P("b")), strict=True)]
+        found = jax.jit(fused(dense))(*split)
+    assert_near(found, dense(*args), 16)
 
 
 def test_a_batch_of_products_is_split_by_product():

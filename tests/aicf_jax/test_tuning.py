@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,11 @@ BAD = {
     "times that are text": json.dumps({"schema": 1, "devices": {"cpu": {"op": {"mine": "fast"}}}}),
     "a time of zero": json.dumps({"schema": 1, "devices": {"cpu": {"op": {"mine": 0}}}}),
     "no devices": json.dumps({"schema": 1}),
+    "a time that no float holds": json.dumps({"schema": 1, "devices": {"cpu": {"op": {"mine": 10**400}}}}),
+    "infinity": json.dumps({"schema": 1, "devices": {"cpu": {"op": {"mine": float("inf")}}}}),
+    "a truth value": json.dumps({"schema": 1, "devices": {"cpu": {"op": {"mine": True}}}}),
+    "more digits than Python reads": "1" * 5000,
+    "too deep": "[" * 100_000,
 }
 
 
@@ -95,6 +101,35 @@ def test_a_table_that_cannot_be_used_is_reported_ignored_and_set_aside(tmp_path,
     assert (tmp_path / "t.unusable-1.json").read_text(encoding="utf-8") == BAD[kind]
     aicf_jax.clear_caches()
     assert chosen(path)[1]["slower"].found == "2.000 ms"
+
+
+@pytest.mark.parametrize("name", ["", "there/t.json", "a\0b", "x" * 5000], ids=["folder", "file", "null", "long"])
+def test_a_path_that_is_no_file_is_reported_and_nothing_is_written_or_moved(tmp_path, caplog, name):
+    (tmp_path / "there").write_text("mine", encoding="utf-8")
+    with caplog.at_level(logging.WARNING, logger="aicf_jax"):
+        assert chosen(tmp_path / name)[0] == "mine"
+    assert "is ignored: it cannot be read" in caplog.text
+    with pytest.raises(ValueError, match=r"tune\(path=...\): expected"):
+        aicf_jax.tune(dense, X, W, B, path=tmp_path / name, kernels=KERNELS, budget_s=0.0)
+    assert [p.name for p in tmp_path.parent.glob(f"{tmp_path.name}*")] == [tmp_path.name]
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+def test_tables_written_within_one_tick_of_the_clock_are_all_kept(tmp_path):
+    path = tmp_path / "t.json"
+    for n in range(1, 4):
+        tuning.write(path, "device", {f"operation {n}": {"xla": 1.0}})
+        os.utime(path, ns=(0, 0))
+    assert len(tuning.load(path)["device"]) == 3
+
+
+def test_a_kernel_that_cannot_be_traced_is_not_measured(tmp_path):
+    def fails(op, *inputs):
+        raise RuntimeError("not these shapes")
+
+    broken = Kernel("other", "gemm_epilogue", ("cpu",), EVERY_GEMM_EPILOGUE, fails)
+    tuned = aicf_jax.tune(dense, X, W, B, path=tmp_path / "t.json", kernels=(MINE, broken), budget_s=0.0)
+    assert [set(found) for found in tuned.seconds.values()] == [{"xla", "mine"}]
 
 
 def test_a_measurement_does_not_make_a_kernel_legal(tmp_path):
