@@ -113,7 +113,7 @@ class Hardware:
         return cls(
             properties.name,
             default.cache_bytes if cache is None else int(cache),
-            default.step_bytes if rounds is None or bandwidth is None else int(rounds * bandwidth),
+            default.step_bytes if rounds is None or bandwidth is None else round(rounds * bandwidth),
             default.flops_per_byte if rate is None or bandwidth is None else rate / bandwidth,
             default.smallest,
             default.smallest_rows,

@@ -1,4 +1,4 @@
-"""A property map in the policy: what it changes in tiles, kernel choice and explain; and that nothing changes without."""
+"""A property map in the policy: what it changes in tiles, kernel choice and explain. Without one nothing changes."""
 
 import pickle
 
@@ -78,12 +78,14 @@ class TestTiles:
         assert blocks[2]["i"] * blocks[2]["j"] < blocks[64]["i"] * blocks[64]["j"]
         assert found[2].peak_bytes() <= 2 * 2**20
 
+    @pytest.mark.slow
     def test_without_a_map_are_those_of_the_host(self):
         plain = fusion(attention, shapes(2048), target="cpu")
-        assert plain.hardware == "" and "hardware" not in str(aicf_jax.explain(attention, *shapes(2048)))
+        assert plain.hardware == ""
         other = fusion(attention, shapes(2048), target="cpu", hardware="h200")
         assert other.program == plain.program and other.hardware == ""
 
+    @pytest.mark.slow
     def test_values_stay_the_same(self):
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 2, 16))
         fused = aicf_jax.fuse(attention, policy=Policy(hardware=of(l3__size=(64, "KiB"))))
@@ -150,23 +152,20 @@ class TestExplain:
         assert "products: 34.73 us" in text
 
     def test_tiles_and_exponentials(self):
-        found = fusion(attention, shapes(2048), target="cpu", hardware=CPU)
+        found = fusion(attention, shapes(512), target="cpu", hardware=CPU)
         tiles = (
             "tiles by l3.size 1 MiB (datasheet), dram.bw_copy 10 GB/s (datasheet), launch.loop_step 10 us (datasheet)"
         )
         assert tiles in found.hardware and "exponentials: " in found.hardware and "missing" not in found.hardware
-        report = aicf_jax.explain(
-            attention, *shapes(2048), policy=Policy(target="cpu", hardware=of(l2__size=(1, "MiB")))
-        )
-        assert "missing dram.bw_copy or dram.bw_read or dram.bw, gemm.float32" in str(report)
-        assert "launch.loop_step" in str(report)
+        poor = fusion(attention, shapes(512), target="cpu", hardware=of(l2__size=(1, "MiB"))).hardware
+        assert "missing dram.bw_copy or dram.bw_read or dram.bw, gemm.float32" in poor and "launch.loop_step" in poor
 
     def test_convolutions_count_as_products(self):
-        def conv(x, w):
+        def conv(x, w, b):
             out = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            return jax.nn.relu(out + 1.0)
+            return jax.nn.relu(out + b)
 
-        args = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 8, 8, 4), (3, 3, 4, 16))]
-        text = aicf_jax.explain(conv, *args, policy=Policy(target="cpu", hardware=CPU)).fusions[0].hardware
+        args = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 8, 8, 4), (3, 3, 4, 16), (16,))]
+        text = fusion(conv, args, target="cpu", hardware=CPU).hardware
         # 2 * 8 * 8 * 16 results of 3 * 3 * 4 terms at 100 GFLOP/s
         assert "products: 737.3 ns" in text
