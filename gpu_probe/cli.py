@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpu_probe import report
+from gpu_probe import ncu, report
 from gpu_probe.compare import against_system, compare
 from gpu_probe.devices import connect, kinds
 from gpu_probe.environment import load_average
@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure, or continue a measurement")
     run.add_argument("--device", choices=kinds(), default="cpu", help="(default: %(default)s)")
     run.add_argument("--dry-run", action="store_true", help="generate and compile every program, execute nothing")
+    run.add_argument("--profile", action="store_true", help="count with Nsight Compute too (ncu), and compare")
     run.add_argument("--quick", action="store_true", help="fewer points and repetitions")
     run.add_argument("--probes", nargs="+", metavar="TEXT", help="only probes with one of these texts in their name")
     run.add_argument("--target", metavar="NAME", help="with --dry-run: the GPU to compile for (default: h200)")
@@ -128,6 +129,12 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             session.write()
             raise
     samples = Samples(tuple(session.samples))
+    if options.profile:
+        samples, notes = ncu.profile_all(samples, [p.name for p in chosen], folder)
+        session.samples = list(samples)
+        session.write()
+        for note in notes:
+            _say(console, note)
     return _report(target, chosen, samples, failures, folder, time.monotonic() - started, console)
 
 

@@ -212,6 +212,25 @@ def profile(probe: str, folder: Path, quick: bool = True, timeout_s: float = 300
     return match(printed, read_csv(rows), names)
 
 
+def profile_all(samples: Samples, probes: Iterable[str], folder: Path) -> tuple[Samples, list[str]]:
+    """Profiles those of the probes that are in `COUNTED`, one after the other, at their quick points.
+
+    Returns:
+      The samples with what was counted at their points, and a line for each comparison that differs and each probe that
+      could not be profiled.
+    """
+    notes: list[str] = []
+    for probe in probes:
+        if probe in COUNTED:
+            try:
+                samples = with_counters(samples, probe, profile(probe, folder))
+            except ProfilerError as error:
+                notes.append(f"{probe} was not profiled: {error}")
+    compared = cross_check(samples)
+    notes += dict.fromkeys(str(a) for a in compared if not a.agrees)
+    return samples, [*notes, f"{sum(a.agrees for a in compared)} of {len(compared)} comparisons with counters agree"]
+
+
 def _run(command: Sequence[str], timeout_s: float) -> str:
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AddressedBy, AtLeast, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, median_ticks, on_every_sm, program
 from gpu_probe.cuda.template import Template, check_range
@@ -124,4 +125,5 @@ PROBE = Probe(
     generate=generate,
     analyze=analyze,
     properties=("smem.bank_count", "smem.bank_width", "smem.bw"),
+    plot=plot_over("stride", "bank conflicts", "cycles a request", expected=conflicts),
 )

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AtLeast, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program, whole_waves
 from gpu_probe.cuda.template import Template, check_range
@@ -115,4 +116,5 @@ PROBE = Probe(
     generate=generate,
     analyze=analyze,
     properties=("l2.bw",),
+    plot=plot_over("footprint_bytes", "reads past the L1", "B/s"),
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from gpu_probe.cuda.chain import LINE_BYTES, Chain, Walk
 from gpu_probe.cuda.code import Chained, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program
 from gpu_probe.cuda.template import Template, check_range
@@ -134,4 +135,5 @@ PROBE = Probe(
         *(f"{level}.latency" for level in ("l1", "l2", "dram")),
         *("l1.latency_cycles", "dram.latency_cycles", "l1.size", "l2.size"),
     ),
+    plot=plot_over("footprint_bytes", "latency staircase", "cycles a load"),
 )

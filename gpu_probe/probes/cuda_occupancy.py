@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AtLeast, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import CudaProgram, program
 from gpu_probe.cuda.template import Template, check_range
@@ -131,4 +132,5 @@ PROBE = Probe(
     generate=generate,
     analyze=analyze,
     properties=("occupancy.saturation_warps",),
+    plot=plot_over("warps", "bandwidth by warps", "B/s", series="loads"),
 )

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from gpu_probe.cuda.code import AtLeast, Chained, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import UNIT_FLOATS, CudaProgram, median_ticks, on_every_sm, program
 from gpu_probe.cuda.template import Template, check_choice
@@ -133,4 +134,5 @@ PROBE = Probe(
     generate=generate,
     analyze=analyze,
     properties=("issue.*", "vector.f32"),
+    plot=plot_over("warps", "multiply-adds by warps", "1/clk/SM", series="ilp"),
 )

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from gpu_probe.cuda.code import AddressedBy, AtLeast, NoneOf
+from gpu_probe.cuda.draw import plot_over
 from gpu_probe.cuda.gpu import Gpu
 from gpu_probe.cuda.measure import UNIT_FLOATS, CudaProgram, median_ticks, on_every_sm, program, whole_waves
 from gpu_probe.cuda.template import Template, check_range
@@ -195,4 +196,5 @@ PROBE = Probe(
     generate=generate,
     analyze=analyze,
     properties=("coalescing.*", "sectors.*", "sector.size", "l1.bw"),
+    plot=plot_over("stride", "bytes used by stride", "B/clk/SM", series="level"),
 )

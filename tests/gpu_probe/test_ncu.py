@@ -110,6 +110,26 @@ def test_the_profiler_is_driven_over_one_probe(tmp_path, monkeypatch):
     assert seen[2][:3] == ["/opt/ncu", "--import", str(report)]
 
 
+def test_probes_that_have_counters_are_profiled_and_compared(monkeypatch, tmp_path):
+    def profile(probe, folder):
+        if probe == "cuda_occupancy":
+            raise ncu.ProfilerError("no permission")
+        return {'{"stride": 4}': {"shared_wavefronts": 8.0, "shared_requests": 4.0}}
+
+    monkeypatch.setattr(ncu, "profile", profile)
+    own = Samples(
+        (Sample("cuda_banks", {"stride": 4}, "cycles", 0, 4.0), Sample("cuda_exp", {"warps": 8}, "ratio", 0, 1.0))
+    )
+    found, notes = ncu.profile_all(own, ["cuda_banks", "cuda_exp", "cuda_occupancy"], tmp_path)
+    assert found.all[0].counters == {"ncu.shared_wavefronts": 8.0, "ncu.shared_requests": 4.0}
+    assert found.all[1].counters == {}
+    assert notes == [
+        "cuda_occupancy was not profiled: no permission",
+        "cuda_banks stride=4: cycles and wavefronts of a request differ: timed 4, counted 2",
+        "0 of 1 comparisons with counters agree",
+    ]
+
+
 def test_a_missing_or_failing_profiler_says_what_it_said(monkeypatch, tmp_path):
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     with pytest.raises(ncu.ProfilerError, match="ncu is not on PATH"):

@@ -95,24 +95,35 @@ def test_missing_packages_are_named(monkeypatch):
 
 
 def test_an_unknown_gpu_is_refused_with_those_there_are():
-    with pytest.raises(DeviceError, match="expected a100, .* or an architecture like sm_90a, found 'v100'"):
+    with pytest.raises(DeviceError, match=r"expected a100, .* or an architecture like sm_90a, found 'v100'"):
         connect("cuda", "v100", compile_only=True)
     with pytest.raises(DeviceError, match="expected no name of a GPU"):
         connect("cuda", "h200")
 
 
-def test_without_a_driver_the_run_is_refused_in_one_sentence(monkeypatch):
-    def no_driver(index):
-        raise RuntimeError('"cuda" is an NVIDIA driver library and can only be found via system search.')
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            RuntimeError('"cuda" is an NVIDIA driver library and can only be found via system search.'),
+            "there is no NVIDIA driver on this machine, so CUDA probes cannot run here; --dry-run compiles them",
+        ),
+        (
+            Exception("CUDA_ERROR_NO_DEVICE"),
+            "GPU 0 cannot be used (CUDA_ERROR_NO_DEVICE); --dry-run compiles the probes without one",
+        ),
+    ],
+)
+def test_without_driver_or_gpu_the_run_is_refused_in_one_sentence(monkeypatch, said, sentence):
+    def nothing(index):
+        raise said
 
-    modules = {"cuda.core": types.SimpleNamespace(Device=no_driver), "cuda.bindings.driver": None}
+    modules = {"cuda.core": types.SimpleNamespace(Device=nothing), "cuda.bindings.driver": None}
     monkeypatch.setattr(gpu_module, "check_packages", lambda: None)
     monkeypatch.setattr(gpu_module.importlib, "import_module", modules.__getitem__)
     with pytest.raises(DeviceError) as error:
         gpu_module.open_gpu()
-    assert str(error.value) == (
-        "there is no NVIDIA driver on this machine, so CUDA probes cannot run here; --dry-run compiles them"
-    )
+    assert str(error.value) == sentence
 
 
 def test_a_missing_package_is_one_sentence_too(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import matplotlib.figure
 import pytest
 
 from gpu_probe import ncu
@@ -79,6 +80,16 @@ def test_a_probe_finds_what_the_gpu_was_made_of(name):
         # cycles are whole numbers, of which some hundreds are counted at least
         assert found[key].value == pytest.approx(value, rel=0.01), key
         assert found[key].probes == (name,)
+
+
+@pytest.mark.parametrize("name", [name for name, p in PROBES.items() if p.plot])
+def test_a_probe_draws_a_curve_for_each_series(name):
+    axes = matplotlib.figure.Figure().subplots()
+    found = sampled(PROBES[name], repeats=1)
+    PROBES[name].plot(found, axes)
+    series = {"cuda_stride": "level", "cuda_occupancy": "loads", "cuda_scheduler": "ilp"}.get(name)
+    expected = 1 if series is None else len({s.point[series] for s in found})
+    assert len(axes.lines) == expected + (name == "cuda_banks") and axes.get_title()
 
 
 def test_every_probe_has_an_expectation():
