@@ -29,9 +29,7 @@ def _losses(x: Any, w: Any, labels: Any, trans_w: bool) -> Any:
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
 
 
-def forward_case(
-    rows: int, depth: int, classes: int, trans_w: bool = False, dtype: str = "bfloat16"
-) -> DeviceCase:
+def forward_case(rows: int, depth: int, classes: int, trans_w: bool = False, dtype: str = "bfloat16") -> DeviceCase:
     """The cross entropy of each row. Logits have a variance of 1."""
     arrays = _problem(rows, depth, classes, trans_w, dtype)
 
@@ -61,9 +59,7 @@ def forward_case(
     )
 
 
-def backward_case(
-    rows: int, depth: int, classes: int, trans_w: bool = False, dtype: str = "bfloat16"
-) -> DeviceCase:
+def backward_case(rows: int, depth: int, classes: int, trans_w: bool = False, dtype: str = "bfloat16") -> DeviceCase:
     """The mean of the rows' cross entropies with its gradients: four products, where XLA has three and the logits."""
     arrays = _problem(rows, depth, classes, trans_w, dtype)
 
