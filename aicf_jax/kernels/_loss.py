@@ -29,7 +29,8 @@ _FLOPS_PER_BYTE = 180
 
 VARIANT = Where(
     "a product of two arrays of one 16-bit type without batch dimensions, then no more than a positive scale and a "
-    "softcap, and of a row its log-sum-exp, logits at one integer label and sums with one weight at it and one elsewhere",
+    "softcap, and of a row its log-sum-exp, logits at one integer label and sums with one weight at it and another "
+    "one elsewhere",
     lambda item: isinstance(item, Variant) and item.dtype in NARROW,
 )
 
@@ -59,7 +60,7 @@ def numbers(op: FusedOp, inputs: Sequence[Any]) -> list[Any]:
 def gradients(
     op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], ct: Any, wanted: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Cotangents of the inputs in `wanted`, as `_loss_composition.cotangent` has them; `saved` is what `numbers` gave."""
+    """Cotangents of the inputs in `wanted`, as `_loss_composition.cotangent` has them, from what `numbers` gave."""
     from pallas_kernels import linear_cross_entropy as library
 
     v = known(op)

@@ -41,9 +41,9 @@ class Logits:
     scale: float
     softcap: float | None
     base: float
-    tile_v: int
-    stages: int
     simulated: bool
+    tile_v: int = 64
+    stages: int = 2
 
     @property
     def steps(self) -> int:

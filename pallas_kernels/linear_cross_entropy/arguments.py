@@ -14,12 +14,9 @@ from pallas_kernels.linear_cross_entropy.config import ATOM_COLUMNS, TILE_ROWS, 
 
 def logits(
     function: str, x: Any, w: Any, labels: Any, trans_w: bool, scale: float, softcap: float | None, base: float,
-    tile: tuple[int, int, bool],
+    simulated: bool,
 ) -> Logits:  # fmt: skip
-    """The product, as it is once its operands are `aligned` but for the classes, which stay as they are.
-
-    `tile`: classes, stages, and whether it is simulated. Raises ValueError for arguments that no kernel takes.
-    """
+    """The product, whose tiles are still to be chosen. Raises ValueError for arguments that no kernel takes."""
 
     def check(name: str, ok: bool, expected: str, found: object) -> None:
         expect(function, name, ok, expected, found)
@@ -36,8 +33,8 @@ def logits(
     check("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
     check("base", 0 < base < 1e6, "a positive number", base)
     return Logits(
-        x.shape[0], classes, depth, trans_w, jnp.dtype(x.dtype), float(scale), softcap, float(base), *tile
-    )  # fmt: skip
+        x.shape[0], classes, depth, trans_w, jnp.dtype(x.dtype), float(scale), softcap, float(base), simulated
+    )
 
 
 def aligned(*matrices: Any) -> tuple[Any, ...]:

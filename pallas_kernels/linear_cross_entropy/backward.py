@@ -4,7 +4,8 @@ The vocabulary is taken in blocks of some thousand classes. Of each, one persist
 while they are in registers, their gradient; it is stored in 16 bits, as small as stays in the cache, and multiplied by
 W and by X. A block costs the three products that it takes at least, and no product is made twice::
 
-    dx = e g + [j = label] dtaken + dsum,  e = exp(base (x - m)),  g = base dl        dX = sum_blocks dx W^T   dW = X^T dx
+    dx = e g + [j = label] dtaken + dsum,  e = exp(base (x - m)),  g = base dl
+    dX = sum_blocks dx W^T,  dW = X^T dx
 
 The two products are `dot_general`s, for cuBLAS or XLA's own kernels; dX is added up in float32 over the blocks, dW is
 written block by block. There are no atomics: sums are in one order on every run. Memory beside the results: a block of
@@ -78,10 +79,9 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    classes = w.shape[0] if trans_w else w.shape[1]
-    config = config or default_backward(x.shape[0], classes)
-    tile = config.tile_v, config.stages, interpret is not None
-    problem = logits("backward", x, w, labels, trans_w, scale, softcap, base, tile)
+    problem = logits("backward", x, w, labels, trans_w, scale, softcap, base, interpret is not None)
+    config = config or default_backward(problem.rows, problem.classes)
+    problem = dataclasses.replace(problem, tile_v=config.tile_v, stages=config.stages)
     numbers = {"m": m, "dl": dl, "dtaken": dtaken, **({} if dsum is None else {"dsum": dsum})}
     for name, value in numbers.items():
         expect("backward", name, value.shape == labels.shape, f"shape {labels.shape}", value.shape)

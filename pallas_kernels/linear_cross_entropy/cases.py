@@ -37,7 +37,7 @@ class Case:
         return bool(self.rows % 128 or self.depth % 64 or self.classes % tile)
 
     def arrays(self, key: jax.Array) -> tuple[Any, ...]:
-        """Random ``(x, w, labels)``, a few labels of which are no class; logits before the scale have a variance of 4."""
+        """Random ``(x, w, labels)``, a few labels of which are no class; logits have a variance of 4."""
         kx, kw, kt = jax.random.split(key, 3)
         x = jax.random.normal(kx, (self.rows, self.depth)).astype(self.dtype)
         w = jax.random.normal(kw, (self.classes, self.depth) if self.trans_w else (self.depth, self.classes))
@@ -60,14 +60,14 @@ _ONE = {"forward": ForwardConfig(64, 2), "backward": BackwardConfig(64, 2, 64, s
 
 #: In the simulator, on every run: the fewest that show each part.
 QUICK: Mapping[str, Case] = {
-    "whole tiles": Case(128, 128, 256, **_SMALL),
     "ragged, W transposed, softcap, sum": Case(
-        100, 80, 201, True, "float16", scale=1.5, softcap=3.0, with_sum=True, **_SMALL
+        72, 80, 137, True, "float16", scale=1.5, softcap=3.0, with_sum=True, **_SMALL
     ),
 }
 
 #: In the simulator, the rest.
 SLOW: Mapping[str, Case] = {
+    "whole tiles": Case(128, 128, 256, **_SMALL),
     "ragged": Case(200, 72, 213, **_SMALL),
     "ragged, many rows": Case(300, 64, 65, with_sum=True, **_SMALL),
     "sum of logits": Case(128, 64, 128, with_sum=True, **_ONE),

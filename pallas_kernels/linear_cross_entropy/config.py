@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from pallas_kernels import _mosaic
 
@@ -24,6 +23,7 @@ BLOCK_BYTES = 40 * 2**20
 
 
 def cdiv(a: int, b: int) -> int:
+    """The quotient, rounded up."""
     return -(-a // b)
 
 
@@ -73,8 +73,9 @@ def default_forward(
 ) -> ForwardConfig:
     """A configuration for ``X [rows, depth]`` and ``W [depth, classes]``; `plain`: neither softcap nor sum of logits.
 
-    The widest tiles leave few registers: they are for plain logits of whole tiles. So many parts of the vocabulary that the rows of CTAs that run at the same time stay in the cache; from there on as
-    many as fill the device evenly, where a part costs half a tile for its start.
+    The widest tiles leave few registers: they are for plain logits of whole tiles. There are so many parts of the
+    vocabulary that the rows of CTAs that run at the same time stay in the cache; from there on as many as fill the
+    device evenly, where a part costs half a tile for its start.
     """
     tile_v = 256 if plain and classes % 256 == 0 else 192
     sms, blocks, tiles = _mosaic.sm_count(sm_count), cdiv(rows, TILE_ROWS), cdiv(classes, tile_v)
@@ -141,4 +142,5 @@ def default_backward(rows: int, classes: int, sm_count: int | None = None) -> Ba
 
 
 def padded(length: int, to: int) -> int:
-    return math.ceil(length / to) * to
+    """The next multiple."""
+    return cdiv(length, to) * to

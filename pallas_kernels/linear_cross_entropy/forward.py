@@ -12,6 +12,7 @@ language models", 2024.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ _PART = 16
 
 
 class Numbers(NamedTuple):
-    """Of each row, float32 ``[R]``: max x, ``sum exp(base (x - m))``, x at the label, and ``sum x`` (None: not asked)."""
+    """Of each row, float32 ``[R]``: max x, ``sum exp(base (x - m))``, x at the label, ``sum x`` (None: not wanted)."""
 
     m: Any
     l: Any
@@ -78,25 +79,18 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    problem, config = _problem(x, w, labels, trans_w, scale, softcap, base, with_sum, config, interpret is not None)
+    problem = logits("forward", x, w, labels, trans_w, scale, softcap, base, interpret is not None)
+    if config is None:
+        plain = softcap is None and not with_sum
+        config = default_forward(problem.rows, problem.classes, problem.depth, plain)
+    problem = dataclasses.replace(problem, tile_v=config.tile_v, stages=config.stages)
     count = 4 if with_sum else 3
     parts = _call(problem, config, count, interpret)(*aligned(x, w), labels_of(labels, problem.classes))
     return _merged(problem, parts[:, :, : problem.rows])
 
 
-def _problem(
-    x: Any, w: Any, labels: Any, trans_w: bool, scale: float, softcap: float | None, base: float,
-    with_sum: bool, config: ForwardConfig | None, simulated: bool,
-) -> tuple[Logits, ForwardConfig]:  # fmt: skip
-    if config is None:
-        classes, depth = w.shape if trans_w else w.shape[::-1]
-        config = default_forward(x.shape[0], classes, depth, softcap is None and not with_sum)
-    tile = config.tile_v, config.stages, simulated
-    return logits("forward", x, w, labels, trans_w, scale, softcap, base, tile), config
-
-
 def _merged(p: Logits, parts: Any) -> Numbers:
-    """Of all parts of the vocabulary, in the units of the logits. `parts`: power, sum, label and sum, as `_body` has."""
+    """Of all parts of the vocabulary, in the units of the logits. `parts`: what `_add_tile` makes."""
     power, weight, taken, *total = parts
     top = jnp.max(power, axis=0)
     weight = jnp.sum(weight * jnp.exp2(power - _finite(top)), axis=0)
@@ -193,18 +187,17 @@ def _add_tile(p: Logits, total: Any, column: Any, labels: Any, carry: Any, ragge
     old, weight, taken, *sums = carry
     shape = WARPGROUP_ROWS, _PART
     label = beside(labels[...], shape)
-    parts, tops, here, all_z = [], [], [], []
+    parts, here, every = [], [], []
     for j in range(0, p.tile_v, _PART):
         z = p.capped(total[:, j : j + _PART])
         where = columns(shape, column + j)
         here.append(jnp.where(where == label, z, 0.0))
-        all_z.append(z)  # beyond W there are zeros
+        every.append(z)  # beyond W there are zeros
         parts.append(jnp.where(where < p.classes, z, -jnp.inf) if ragged else z)
-        tops.append(parts[-1])
     taken = taken + jnp.sum(functools.reduce(jnp.add, here), axis=1)
     if sums:
-        sums = [sums[0] + jnp.sum(functools.reduce(jnp.add, all_z), axis=1)]
-    power = jnp.maximum(old, jnp.max(functools.reduce(jnp.maximum, tops), axis=1) * p.unit)
+        sums = [sums[0] + jnp.sum(functools.reduce(jnp.add, every), axis=1)]
+    power = jnp.maximum(old, jnp.max(functools.reduce(jnp.maximum, parts), axis=1) * p.unit)
     taken, power, parts = jax.lax.optimization_barrier((taken, power, parts))
     known = _finite(power)
     shift = beside(known, shape)
