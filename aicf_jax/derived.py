@@ -70,9 +70,19 @@ def batched_op(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Fu
         place += range(len(slots) - len(step.body.outvars), len(slots))
     results = tuple(place[s] for s in op.results)
     new = dataclasses.replace(
-        op, steps=tuple(steps), results=results, in_avals=in_avals, key=step_key(steps), choices=()
-    )
+        op, steps=tuple(steps), results=results, in_avals=in_avals, key=step_key(steps), choices=(),
+        gradient_of=_batched_origin(op, dims, avals),
+    )  # fmt: skip
     return selected(new, op.pattern)[0]
+
+
+def _batched_origin(op: FusedOp, dims: tuple[Any, ...], avals: tuple[Any, ...]) -> Any:
+    """What a batched backward is the backward of; None where only some of its inputs are batched."""
+    if op.gradient_of is None or None in dims:
+        return None
+    origin, wanted = op.gradient_of
+    n = len(origin.in_avals)
+    return (batched_op(origin, dims[:n], avals[:n]), wanted) if batches_by_step(origin) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,6 +156,7 @@ def _gradient_op(
         pattern=op.pattern,
         input_names=names,
         result_names=tuple("d" + names[i] for i in wanted),
+        gradient_of=(op, wanted),
     )
     return selected(new, op.pattern)[0]
 

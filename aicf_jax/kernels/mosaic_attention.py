@@ -11,11 +11,12 @@ import math
 from typing import Any
 
 from aicf_jax.kernels import _attention_sides
+from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, order, row_axes
 from aicf_jax.kernels._gemm_epilogue import NARROW
 from aicf_jax.kernels._hopper import TARGETS
 from aicf_jax.kernels._kernel import ANY, Kernel, Where
 from aicf_jax.ops import FusedOp, nbytes
-from aicf_jax.ops._attention_variant import Array, Variant, variant
+from aicf_jax.ops._attention_variant import Variant, variant
 
 #: Lengths of a head are multiples of the first number up to the second.
 _HEAD_ATOM, _LONGEST_HEAD = 16, 256
@@ -25,7 +26,7 @@ _HIGHEST_FILL = -1e4
 
 
 def _fits(item: Any) -> bool:
-    if not isinstance(item, Variant) or not _order(item):
+    if not isinstance(item, Variant) or not order(item):
         return False
     depth = item.size(item.roles.depth)
     if item.fill is not None and not -math.inf < item.fill * item.base <= _HIGHEST_FILL:
@@ -34,80 +35,27 @@ def _fits(item: Any) -> bool:
     return has_length and depth == item.size(item.roles.value_depth) and len(set(item.dtypes)) == 1
 
 
-def _order(v: Variant) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Batch axes as ``(batch, heads)``: heads are those between rows and depth where there are some, else the last."""
-    batch = v.roles.batch
-    for array, row in ((v.q, v.roles.query), (v.k, v.roles.key), (v.v, v.roles.key)):
-        inner = [a for a in array.axes[array.axes.index(row) :] if a in batch]
-        if inner and batch[len(batch) - len(inner) :] == tuple(inner):
-            return batch[: len(batch) - len(inner)], tuple(inner)
-    return batch[:-1], batch[-1:]
-
-
-def _layouts(v: Variant, array: Array) -> dict[str, tuple[str, ...]]:
-    """The orders of axes that the kernel takes for Q or the result, or for K or V."""
-    r, (batch, heads) = v.roles, _order(v)
-    if r.query in array.axes:
-        heads, row = (*heads, *r.group), r.query
-    else:
-        row = r.key
-    depth = r.value_depth if r.value_depth in array.axes else r.depth
-    return {"bshd": (*batch, row, *heads, depth), "bhsd": (*batch, *heads, row, depth)}
-
-
-def _chosen(v: Variant, array: Array) -> tuple[str, bool]:
-    """The layout an array has, and whether it has one of the kernel's; without, it is transposed."""
-    for name, axes in _layouts(v, array).items():
-        if axes == array.axes:
-            return name, True
-    return (_chosen(v, v.q)[0], False) if array is v.out else ("bhsd", False)
-
-
-def _four(v: Variant, layout: str, array: Array) -> tuple[int, ...]:
-    """The shape of an array as the kernel has it."""
-    r, (batch, heads) = v.roles, _order(v)
-    is_q = r.query in array.axes
-    depth = r.value_depth if r.value_depth in array.axes else r.depth
-    sizes = {"b": batch, "h": (*heads, *r.group) if is_q else heads, "s": (r.query if is_q else r.key,), "d": (depth,)}
-    return tuple(v.size(*sizes[d]) for d in layout)
-
-
-def _given(v: Variant, array: Array, x: Any) -> Any:
-    layout, there = _chosen(v, array)
-    if not there:
-        wanted = _layouts(v, array)[layout]
-        x = x.reshape([v.size(a) for a in array.axes]).transpose([array.axes.index(a) for a in wanted])
-    return x.reshape(_four(v, layout, array))
-
-
-def _laid_out(v: Variant, axes: tuple[str, ...], array: Array, shape: tuple[int, ...], x: Any) -> Any:
-    """What the kernel found with these axes as the operation's array."""
-    x = x.reshape([v.size(a) for a in axes])
-    return x.transpose([axes.index(a) for a in array.axes]).reshape(shape)
-
-
 def _call(op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
     from pallas_kernels.attention import forward
 
     v = variant(op)
     assert isinstance(v, Variant)
-    arrays, (batch, heads) = (v.q, v.k, v.v), _order(v)
+    arrays, (batch, heads) = (v.q, v.k, v.v), order(v)
     out, *statistics = forward(
-        *(_given(v, a, inputs[a.argument]) for a in arrays),
+        *(given(v, a, inputs[a.argument]) for a in arrays),
         scale=v.scale * v.base,
         lower=v.band.lower,
         upper=v.band.upper,
         softcap=None if v.softcap is None else v.softcap * v.base,
         **_attention_sides.arrays(op, v, (batch, (*heads, *v.roles.group)), inputs),
-        layouts=tuple(_chosen(v, a)[0] for a in (*arrays, v.out)),
+        layouts=tuple(chosen(v, a)[0] for a in (*arrays, v.out)),
         with_statistics=saving,
     )
-    out = _laid_out(v, _layouts(v, v.out)[_chosen(v, v.out)[0]], v.out, op.out_avals[0].shape, out)
+    out = laid_out(v, layouts(v, v.out)[chosen(v, v.out)[0]], v.out, op.out_avals[0].shape, out)
     if not saving:
         return (out,)
     shape = tuple(v.size(*d) for d in v.rows.dims)
-    axes = (*batch, *heads, *v.roles.group, v.roles.query)
-    m, total = (_laid_out(v, axes, v.rows, shape, x) for x in statistics)
+    m, total = (laid_out(v, row_axes(v), v.rows, shape, x) for x in statistics)
     return out, m / v.base if v.base != 1.0 else m, total
 
 
@@ -128,7 +76,7 @@ def _bytes(op: FusedOp) -> int:
     v = variant(op)
     if not isinstance(v, Variant):
         return op.outer_bytes()
-    moved = [op.in_avals[a.argument] for a in (v.q, v.k, v.v) if not _chosen(v, a)[1]]
+    moved = [op.in_avals[a.argument] for a in (v.q, v.k, v.v) if not chosen(v, a)[1]]
     return op.outer_bytes() + 2 * sum(map(nbytes, moved)) + _attention_sides.moved_bytes(op, v)
 
 

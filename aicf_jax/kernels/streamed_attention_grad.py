@@ -23,7 +23,7 @@ KERNEL = Kernel(
     "streamed_attention_grad",
     "attention_grad",
     ("cpu",),
-    {"dtypes": ANY},
+    {"dtypes": ANY, "variant": ANY},
     _run,
     cost_bytes=_programs.moved_bytes,
     program=_program,

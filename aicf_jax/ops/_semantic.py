@@ -155,6 +155,8 @@ class FusedOp:
       choices: (platform, kernel name) for every platform it may be lowered to.
       site, pattern: the user's source line and the pattern that found it; not part of equality.
       input_names, result_names: for prints, where somebody knows them; not part of equality.
+      gradient_of: for a backward that is derived as a whole, the operation it is of and the inputs whose cotangents are
+        its results; its own inputs are that operation's, what that one keeps, and the cotangents. Not part of equality.
     """
 
     semantic: SemanticOp
@@ -169,6 +171,7 @@ class FusedOp:
     pattern: str = ""
     input_names: tuple[str, ...] = ()
     result_names: tuple[str, ...] = ()
+    gradient_of: tuple[FusedOp, tuple[int, ...]] | None = None
 
     def _identity(self) -> tuple[Hashable, ...]:
         return (self.semantic.name, self.blob, self.key, self.results, self.choices, self.context)

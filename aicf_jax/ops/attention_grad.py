@@ -11,6 +11,7 @@ from typing import Any
 
 from aicf_jax.attrs import Schema
 from aicf_jax.ops import _programs
+from aicf_jax.ops._attention_variant import Variant, variant
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.attention import FIELDS
 
@@ -22,7 +23,21 @@ def _attributes(match: Any) -> Mapping[str, object]:
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals}))}
+    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})), "variant": _variant(op)}
+
+
+def _variant(op: FusedOp) -> Variant | str:
+    """The kind of attention it is the backward of, or why that is not known."""
+    if op.gradient_of is None:
+        return "a backward of which some inputs are batched"
+    origin, wanted = op.gradient_of
+    # No kernel wants to know it of wider types.
+    if any(a.dtype.itemsize > 2 for a in op.out_avals):
+        return "gradients of wider types"
+    found = variant(origin)
+    if isinstance(found, Variant) and not {found.q.argument, found.k.argument, found.v.argument} >= set(wanted):
+        return "gradients of more than Q, K and V"
+    return found
 
 
 OP = SemanticOp(

@@ -34,7 +34,7 @@ def backward(
     v: jax.Array,
     out: jax.Array,
     m: jax.Array,
-    l: jax.Array,  # noqa: E741 - its name in every text on the subject
+    l: jax.Array,
     dout: jax.Array,
     *,
     scale: float = 1.0,
@@ -72,7 +72,7 @@ def backward(
     q, k, v, out, dout = (
         _padded(x, *dim) for x, dim in zip((q, k, v, out, dout), (rows, *keys, row, row), strict=True)
     )
-    m, l = (_padded(x, 2, p.queries) for x in (m, l))  # noqa: E741
+    m, l = (_padded(x, 2, p.queries) for x in (m, l))
     dq, logs, delta = queries_gradient.call(p, interpret)(q, k, v, out, dout, m, l)
     dk, dv = keys_gradient.call(p, interpret)(q, k, v, dout, logs, delta)
     return _cut(dq, *rows), _cut(dk, *keys[0]), _cut(dv, *keys[1])
@@ -117,5 +117,5 @@ def _problem(
     _expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
     return Problem(
         *rows[:2], of_k["h"], rows[2], of_k["s"], of_q["d"], jnp.dtype(dtype), tuple(layouts), float(scale), band,
-        softcap, config or default_backward(of_q["d"]), simulated,
+        softcap, config or default_backward(of_q["d"], softcap is not None), simulated,
     )  # fmt: skip

@@ -45,7 +45,7 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         # Two float32 tiles, of P and dP, take a register of each thread for each column.
         self._check("block_k", self.block_k in (64, 128), "64 or 128")
-        self._check("block_q", self.block_q in (64, 128), "64 or 128")
+        self._check("block_q", self.block_q in (32, 64, 128), "32, 64 or 128")
         self._check("stages", self.stages >= 2, "at least 2")
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
@@ -60,9 +60,13 @@ class BackwardConfig:
         return 4096 + max(queries, keys)
 
 
-def default_backward(head_dim: int) -> BackwardConfig:
-    """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4."""
-    found = (BackwardConfig(128 if head_dim == 64 else 64, 64, stages) for stages in (4, 3))
+def default_backward(head_dim: int, has_softcap: bool) -> BackwardConfig:
+    """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
+
+    Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them.
+    """
+    block_k = 128 if head_dim == 64 and not has_softcap else 64
+    found = (BackwardConfig(block_k, 64 if head_dim == 64 else 32, stages) for stages in (4, 3))
     fitting = (c for c in found if c.smem_bytes(head_dim) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, BackwardConfig())
 
@@ -101,9 +105,9 @@ class Problem:
         return jax.ShapeDtypeStruct((self.batch, self.heads, rows), jnp.float32)
 
     def tiles(self, count: int, rows: int, columns: int | None = None) -> Any:
-        """Shared memory for 16-bit tiles that are multiplied."""
-        gpu = _mosaic.mosaic().gpu
-        transforms = gpu.TilingTransform((_ATOM_ROWS, 64)), gpu.SwizzleTransform(128)
+        """Shared memory for 16-bit tiles that are multiplied. As high as an atom is wide, or higher."""
+        gpu, width = _mosaic.mosaic().gpu, min(64, self.config.block_q)
+        transforms = gpu.TilingTransform((_ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)
         return gpu.SMEM((count, rows, columns or self.head_dim), self.dtype, transforms=transforms)
 
     def staging(self, columns: int) -> dict[str, Any]:

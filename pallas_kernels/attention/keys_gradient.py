@@ -14,7 +14,7 @@ from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS
 
 
 def call(p: Problem, interpret: Any) -> Any:
-    """``(q, k, v, dout, logs, delta) -> (dk, dv)``, lengths padded; logs and delta as `queries_gradient` leaves them."""
+    """``(q, k, v, dout, logs, delta) -> (dk, dv)``, lengths padded; logs and delta from `queries_gradient`."""
     out_type = [p.like(layout, p.kv_heads, p.keys) for layout in p.layouts[1:3]]
     grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
     return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
@@ -49,8 +49,10 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     found = scores.blocks(band, first_row, jnp.minimum(first_row + CTA_ROWS, p.keys) - 1, p.queries, width, True)
 
     def load(step: Any, slot: Any, barrier: Any) -> None:
-        of_q = head * p.group + jax.lax.div(step, found.count)
-        rows = pl.ds((found.first + jax.lax.rem(step, found.count)) * width, width)
+        of_q, block = head, step
+        if p.group > 1:
+            of_q, block = head * p.group + jax.lax.div(step, found.count), jax.lax.rem(step, found.count)
+        rows = pl.ds((found.first + block) * width, width)
         gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, of_q, rows), smem["q_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(at(dout, p.layouts[3], batch, of_q, rows), smem["dout_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(logs.at[batch, of_q, rows], smem["logs_smem"].at[slot], barrier)
@@ -70,7 +72,8 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         return scores.sweep(found, band, False, step, carry)
 
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
-    dk_sum, dv_sum = jax.lax.fori_loop(0, p.group, one_head, (zeros, zeros))
+    carry = zeros, zeros
+    dk_sum, dv_sum = one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
     keys[...] = (dk_sum * p.scale).astype(p.dtype)
     values[...] = dv_sum.astype(p.dtype)
     gpu.commit_smem()
@@ -92,9 +95,10 @@ def _step(
     gpu.barrier_wait(smem["loaded"].at[slot])
     products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
     shape = ROWS, width
-    logs, delta = (jax.lax.broadcast_in_dim(smem[name][slot], shape, (1,)) for name in ("logs_smem", "delta_smem"))
+    logs = jax.lax.broadcast_in_dim(smem["logs_smem"][slot], shape, (1,))
     visible = scores.seen(p.band.turned, shape, first_row, block * width, None) if masked else None
     weights, slope = scores.weights(products, logs, p.scale, p.softcap, visible)
+    delta = jax.lax.broadcast_in_dim(smem["delta_smem"][slot], shape, (1,))
     dz = scores.gradient(weights, dp, delta, slope).astype(p.dtype)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     pipeline.refill(step)

@@ -42,7 +42,7 @@ def _body(p: Problem, *refs: Any) -> None:
 def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     """The rows of one warpgroup: what belongs to them, all blocks of keys, then the results."""
     pl, gpu = _mosaic.mosaic().pl, _mosaic.mosaic().gpu
-    q, k, v, out, dout, m, l, dq, logs_ref, delta_ref = refs  # noqa: E741
+    q, k, v, out, dout, m, l, dq, logs_ref, delta_ref = refs
     wg, batch, head, block = (jax.lax.axis_index(a) for a in ("wg", "batch", "head", "block"))
     if p.band.upper is not None:
         block = -(-p.queries // CTA_ROWS) - 1 - block  # those with the most keys first
@@ -91,7 +91,7 @@ def _step(
     p: Problem, first_row: Any, pipeline: Pipeline, first: Any, numbers: Any, mine: Any, smem: Any, masked: bool,
     block: Any, total: Any,
 ) -> Any:  # fmt: skip
-    """dQ over `scale`, with one more block of keys."""
+    """Returns dQ over `scale` with one more block of keys."""
     gpu, width = _mosaic.mosaic().gpu, p.config.block_k
     step = block - first
     slot = pipeline.slot(step)

@@ -97,7 +97,7 @@ def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, 
 
 
 def weights(products: Any, logs: Any, scale: float, softcap: float | None, visible: Any) -> tuple[Any, Any]:
-    """``(P, slope)`` of a tile of Q K^T.
+    """``(P, slope)`` of a tile of Q K^T: slope is the derivative of a score by the product over `scale`; None: 1.
 
     Args:
       products: the tile, in float32.
@@ -105,20 +105,17 @@ def weights(products: Any, logs: Any, scale: float, softcap: float | None, visib
       scale: of the scores.
       softcap: likewise, or None.
       visible: what `seen` gives.
-
-    Returns:
-      The weights, and the derivative of a score by the product over `scale`; None: 1.
     """
-    slope = None
     if softcap is None:
-        powers = products * (scale * LOG2_E)
-    else:
-        # tanh x = 1 - 2 / (1 + e^2x)
-        capped = 1 - 2 / (1 + jnp.exp2(products * (2 * scale / softcap * LOG2_E)))
-        slope, powers = 1 - capped * capped, capped * (softcap * LOG2_E)
+        return _exponentials(products * (scale * LOG2_E), logs, visible), None
+    # tanh x = 1 - 2 / (1 + e^2x)
+    capped = 1 - 2 / (1 + jnp.exp2(products * (2 * scale / softcap * LOG2_E)))
+    return _exponentials(capped * (softcap * LOG2_E), logs, visible), 1 - capped * capped
+
+
+def _exponentials(powers: Any, logs: Any, visible: Any) -> Any:
     # A hidden score, not a hidden weight: a row that is NaN stays so.
-    powers = powers if visible is None else jnp.where(visible, powers, -jnp.inf)
-    return jnp.exp2(powers - logs), slope
+    return jnp.exp2((powers if visible is None else jnp.where(visible, powers, -jnp.inf)) - logs)
 
 
 def gradient(p: Any, dp: Any, delta: Any, slope: Any) -> Any:
@@ -141,7 +138,7 @@ def multiply(*pairs: tuple[Any, Any]) -> tuple[Any, ...]:
 
 
 def add_products(totals: tuple[Any, ...], pairs: tuple[tuple[Any, Any], ...], staging: Any) -> tuple[Any, ...]:
-    """Each total plus the product of an array in registers and a ref.
+    """Each total (None: 0) plus the product of an array in registers, or a ref, and a ref.
 
     `staging`: None on a GPU. The simulator knows no product of registers and no accumulator that starts with a value:
     there a ref through which arrays go.
@@ -153,11 +150,17 @@ def add_products(totals: tuple[Any, ...], pairs: tuple[tuple[Any, Any], ...], st
             for acc, (a, b) in zip(accumulators, pairs, strict=True):
                 gpu.wgmma(acc, a, b)
 
-        return tuple(pl.run_state(add)(tuple(gpu.ACC.init(t) for t in totals)))
+        starts = [
+            jnp.zeros((a.shape[0], b.shape[1]), jnp.float32) if t is None else t
+            for t, (a, b) in zip(totals, pairs, strict=True)
+        ]
+        return tuple(pl.run_state(add)(tuple(map(gpu.ACC.init, starts))))
     found = []
     for total, (a, b) in zip(totals, pairs, strict=True):
-        staging[...] = a
-        gpu.commit_smem()
-        (product,) = multiply((staging, b))
-        found.append(total + product)
+        if isinstance(a, jax.Array):
+            staging[...] = a
+            gpu.commit_smem()
+            a = staging
+        (product,) = multiply((a, b))
+        found.append(product if total is None else total + product)
     return tuple(found)
