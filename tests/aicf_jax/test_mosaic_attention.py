@@ -385,7 +385,7 @@ def is_given(x):
     return bool(x) if isinstance(x, list) else x is not None
 
 
-QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+QUICK_BESIDE = ("flax, padding, a query that sees nothing",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
