@@ -53,6 +53,14 @@ def forward(
     return _by_heads(out, layouts[3]), m, total
 
 
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *, dtype: Any = jnp.float32, **equation: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(dQ, dK, dV)`` in `dtype`. Arguments as for `forward`, with the cotangent of O."""
+    _, pull = jax.vjp(lambda *x: forward(*x, **equation, dtype=dtype)[0], *(x.astype(dtype) for x in (q, k, v)))
+    return pull(dout.astype(dtype))
+
+
 def seen(queries: int, keys: int, lower: int | None, upper: int | None) -> jax.Array:
     """Which keys each query sees."""
     distance = jnp.arange(keys) - jnp.arange(queries)[:, None]

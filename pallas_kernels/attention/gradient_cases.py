@@ -1,0 +1,67 @@
+"""Shapes and variants of attention's backward: for the simulator, compiled, and for a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from pallas_kernels.attention.cases import Case
+from pallas_kernels.attention.gradient_problem import BackwardConfig
+
+_HEADS_FIRST = ("bhsd",) * 4
+
+#: In the simulator, on every run.
+QUICK: Mapping[str, Case] = {
+    "ragged, causal to the last key, shared heads": Case(1, 72, 136, 2, 1, upper=64),
+    "window, softcap, float16": Case(
+        1, 72, 136, dtype="float16", lower=-20, upper=40, softcap=2.0, layouts=_HEADS_FIRST
+    ),
+}
+
+#: In the simulator, the rest.
+SLOW: Mapping[str, Case] = {
+    "whole blocks": Case(1, 128, 128),
+    "many blocks": Case(1, 384, 320),
+    "causal, several CTAs": Case(1, 300, 300, upper=0),
+    "keys that no query sees": Case(1, 70, 300, upper=0),
+    "causal to the first key": Case(1, 300, 136, upper=0),
+    "lengths that are padded": Case(2, 101, 77),
+    "one query": Case(1, 1, 130),
+    "one key": Case(1, 70, 1),
+    "several heads and batches": Case(2, 64, 64, 6, 2),
+    "mixed layouts": Case(2, 72, 136, 4, 2, layouts=("bshd", "bhsd", "bshd", "bhsd")),
+    "window without causal": Case(1, 200, 200, lower=-30, upper=30),
+    "window, shared heads": Case(1, 264, 264, 3, 1, lower=-30, upper=0),
+    "lower limit alone": Case(1, 200, 264, lower=50),
+    "narrow window": Case(1, 300, 300, lower=0, upper=0),
+    "window far from the diagonal": Case(1, 130, 300, lower=100, upper=180),
+    "softcap, causal, shared heads": Case(1, 136, 136, 2, 1, upper=0, softcap=30.0, scale=2.0),
+    "heads of 128": Case(1, 128, 200, head_dim=128, upper=72),
+    "heads of 128, softcap, window": Case(1, 136, 136, 2, 1, 128, lower=-50, upper=0, softcap=5.0),
+    "large scores": Case(1, 64, 128, scale=100.0),
+}
+
+#: Tiles of the cases above; heads of 128 have the default's.
+SMALL = BackwardConfig(64, 64, 2)
+
+_CAUSAL = Case(4, 2048, 2048, 16, 16, upper=0)
+
+#: Compiled for a described GPU with default configurations.
+COMPILED: Mapping[str, Case] = {
+    "causal, D 64": _CAUSAL,
+    "causal, D 128": dataclasses.replace(_CAUSAL, head_dim=128),
+    "full, D 64": dataclasses.replace(_CAUSAL, upper=None),
+    "full, D 128": dataclasses.replace(_CAUSAL, upper=None, head_dim=128),
+    "heads first, float16": dataclasses.replace(_CAUSAL, layouts=_HEADS_FIRST, dtype="float16"),
+    "shared heads, window, D 64": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255),
+    "shared heads, window, D 128": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255, head_dim=128),
+    "shared heads, window, softcap, ragged, D 64": Case(2, 1000, 1000, 16, 4, lower=-255, upper=0, softcap=50.0),
+    "to the last key, D 128": Case(1, 512, 4096, 16, 16, 128, upper=3584),
+}
+
+#: Likewise, with the bytes that the assembler spills at most: sums of dK and dV, a tile and its slope are too much.
+SPILLING: Mapping[str, tuple[Case, int]] = {
+    "shared heads, window, softcap, ragged, D 128": (
+        Case(2, 1000, 1000, 16, 4, 128, lower=-255, upper=0, softcap=50.0), 64,
+    ),
+}  # fmt: skip

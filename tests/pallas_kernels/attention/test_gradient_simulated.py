@@ -1,0 +1,118 @@
+"""Attention's backward in Mosaic GPU's simulator, against float64: right, and without a race."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _compat, _mosaic
+from pallas_kernels.attention import backward, reference
+from pallas_kernels.attention.gradient_cases import QUICK, SLOW, SMALL
+
+#: float32's unit roundoff.
+U32 = 2.0**-24
+
+CASES = [
+    *(pytest.param(c, id=name) for name, c in QUICK.items()),
+    *(pytest.param(c, id=name, marks=pytest.mark.slow) for name, c in SLOW.items()),
+]
+
+
+def exactly(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def by_heads(x, layout):
+    return x if layout == "bhsd" else x.swapaxes(1, 2)
+
+
+def laid_out(case, q, k, v, dout):
+    """All by heads, with a head of K and V for each of Q."""
+    q, k, v, dout = (by_heads(x, layout) for x, layout in zip((q, k, v, dout), case.layouts, strict=True))
+    group = case.heads // case.kv_heads
+    return q, np.repeat(k, group, 1), np.repeat(v, group, 1), dout
+
+
+def bounds(case, q, k, v, dout):
+    """Errors of dQ, dK and dV, from those of what they are computed from. All by heads."""
+    u, tiny = float(jnp.finfo(case.dtype).eps) / 2, float(jnp.finfo(case.dtype).smallest_subnormal)
+    d = case.head_dim
+    z = q @ k.swapaxes(-1, -2) * case.scale
+    x = z if case.softcap is None else case.softcap * np.tanh(z / case.softcap)
+    x = np.where(np.asarray(reference.seen(case.queries, case.keys, case.lower, case.upper)), x, -np.inf)
+    p = np.exp(x - x.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    out = p @ v
+    dp, delta = dout @ v.swapaxes(-1, -2), (dout * out).sum(-1, keepdims=True)
+    # Scores are sums of D products and scaled; the logarithm they are compared with is as large as they are.
+    dx = U32 * (d + 16) * case.scale * norms(q) * norms(k)
+    e = 2 * dx + (case.keys + 16) * U32
+    # O is rounded before delta is summed; P and the gradient of scores before products.
+    d_delta = (u + d * U32) * (np.abs(dout) * np.abs(out)).sum(-1, keepdims=True)
+    d_dp = d * U32 * np.abs(dout) @ np.abs(v).swapaxes(-1, -2)
+    slope = 1.0 if case.softcap is None else 1 - np.tanh(z / case.softcap) ** 2
+    d_slope = 0.0 if case.softcap is None else 8 * U32 + 4 * dx / case.softcap
+    dz = p * (dp - delta)
+    d_dz = (e + u) * np.abs(dz * slope) + p * (d_dp + d_delta) * slope + np.abs(dz) * d_slope + tiny
+    terms = max(case.queries * case.heads // case.kv_heads, case.keys) * U32
+    d_dz, d_p = d_dz + terms * np.abs(dz * slope), (e + u + terms) * p + tiny
+    dq, dk = d_dz @ np.abs(k) * case.scale, d_dz.swapaxes(-1, -2) @ np.abs(q) * case.scale
+    return dq, summed(case, dk), summed(case, d_p.swapaxes(-1, -2) @ np.abs(dout)), u, tiny
+
+
+def norms(x):
+    return np.linalg.norm(x, axis=-1).max()
+
+
+def summed(case, x):
+    b, _, t, d = x.shape
+    return x.reshape(b, case.kv_heads, -1, t, d).sum(2)
+
+
+def given(case):
+    """``(arrays in float64, arguments of the kernel)``: statistics and O as a perfect forward leaves them."""
+    q, k, v = case.arrays(jax.random.key(0))
+    like = jax.random.normal(jax.random.key(1), (case.batch, case.queries, case.heads, case.head_dim))
+    dout = by_heads(like, "bshd" if case.layouts[3] == "bhsd" else "bhsd").astype(case.dtype)
+    exact = tuple(exactly(x) for x in (q, k, v, dout))
+    with jax.enable_x64(True):
+        out, m, total = (np.asarray(x) for x in reference.forward(*exact[:3], **case.equation(), dtype=jnp.float64))
+    out = jnp.asarray(out.astype(np.float32)).astype(case.dtype)
+    return exact, (q, k, v, out, *(jnp.asarray(x, jnp.float32) for x in (m, total)), dout)
+
+
+def simulated(case, args):
+    names = ("scale", "lower", "upper", "softcap", "layouts")
+    options = {name: getattr(case, name) for name in names}
+    config = SMALL if case.head_dim == 64 else None
+    return backward(*args, **options, config=config, interpret=_mosaic.interpret())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_backward(case):
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    exact, args = given(case)
+    found = simulated(case, args)
+    assert not _mosaic.races_found()
+    with jax.enable_x64(True):
+        wanted = [np.asarray(x) for x in reference.backward(*exact, **case.equation(), dtype=jnp.float64)]
+    *errors, u, tiny = bounds(case, *laid_out(case, *exact))
+    for x, like, want, error, layout in zip(found, args, wanted, errors, case.layouts, strict=False):
+        assert x.dtype == like.dtype and x.shape == like.shape
+        x, want = by_heads(exactly(x), layout), by_heads(want, layout)
+        assert np.all(np.abs(x - want) <= error + u * (np.abs(want) + error) + tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_that_is_nan_is_so_in_all_gradients_it_enters():
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    case = QUICK["ragged, causal to the last key, shared heads"]
+    _, (q, k, v, out, m, total, dout) = given(case)
+    dq, dk, dv = simulated(case, (q, k, v, out, m, total.at[0, 0, 3].set(jnp.nan), dout))
+    rows = np.isnan(exactly(dq)).all(-1)
+    assert rows[0, 3, 0] and rows.sum() == 1
+    # The blocks of keys that the query's CTA visits.
+    assert np.isnan(exactly(dk)).all() and np.isnan(exactly(dv)).all()
