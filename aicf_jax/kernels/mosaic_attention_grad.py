@@ -42,8 +42,11 @@ def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     v, wanted, n = _known(op)
     out, m, total, dout = inputs[n:]
     arrays = (v.q, v.k, v.v)
+    q, k, values = (given(v, a, inputs[a.argument]) for a in arrays)
     gradients = backward(
-        *(given(v, a, inputs[a.argument]) for a in arrays),
+        q,
+        k,
+        values,
         given(v, v.out, out),
         rows_given(v, m if v.base == 1.0 else m * v.base),
         rows_given(v, total),

@@ -110,12 +110,12 @@ def _problem(
     _expect("v", sizes["v"] == of_k, f"the sizes of k, {of_k}", arrays[2].shape)
     for name, x in (("out", arrays[3]), ("dout", arrays[4])):
         _expect(name, sizes[name] == of_q, f"the sizes of q, {of_q}", x.shape)
-    rows = tuple(of_q[d] for d in "bhs")
+    rows = of_q["b"], of_q["h"], of_q["s"]
     for name, x in zip("ml", statistics, strict=True):
         _expect(name, x.shape == rows and x.dtype == jnp.float32, f"float32 {rows}", (x.shape, str(x.dtype)))
     _expect("scale", 0 < scale < 1e6, "a positive number", scale)
     _expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
     return Problem(
-        *rows[:2], of_k["h"], rows[2], of_k["s"], of_q["d"], jnp.dtype(dtype), tuple(layouts), float(scale), band,
-        softcap, config or default_backward(of_q["d"], softcap is not None), simulated,
+        rows[0], rows[1], of_k["h"], rows[2], of_k["s"], of_q["d"], jnp.dtype(dtype), tuple(layouts), float(scale),
+        band, softcap, config or default_backward(of_q["d"], softcap is not None), simulated,
     )  # fmt: skip

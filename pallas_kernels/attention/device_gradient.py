@@ -33,7 +33,8 @@ def gradient_case(
         return tuple(jax.random.normal(k, (batch, length, h, head_dim)).astype(dtype) for k, h in kinds)
 
     def kernel(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
-        return backward(q, k, v, *forward(q, k, v, **options, with_statistics=True), dout, **options)
+        out, m, total = forward(q, k, v, **options, with_statistics=True)
+        return backward(q, k, v, out, m, total, dout, **options)
 
     def unfused(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
         mask = None if window is None else reference.seen(length, length, lower, None)[None, None]

@@ -51,14 +51,14 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     def load(step: Any, slot: Any, barrier: Any) -> None:
         of_q, block = head, step
         if p.group > 1:
-            of_q, block = head * p.group + jax.lax.div(step, found.count), jax.lax.rem(step, found.count)
+            of_q, block = head * p.group + jax.lax.div(step, found.visited), jax.lax.rem(step, found.visited)
         rows = pl.ds((found.first + block) * width, width)
         gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, of_q, rows), smem["q_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(at(dout, p.layouts[3], batch, of_q, rows), smem["dout_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(logs.at[batch, of_q, rows], smem["logs_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(delta.at[batch, of_q, rows], smem["delta_smem"].at[slot], barrier)
 
-    pipeline = Pipeline(p.config.stages, p.group * found.count, load, smem["loaded"], smem["used"])
+    pipeline = Pipeline(p.config.stages, p.group * found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
     here = pl.ds(first_row + wg * ROWS, ROWS)
     keys, values, barrier = smem["k_smem"].at[wg], smem["v_smem"].at[wg], smem["own_loaded"].at[wg]
@@ -67,7 +67,7 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     gpu.barrier_wait(barrier)
 
     def one_head(member: Any, carry: Any) -> Any:
-        before = member * found.count - found.first
+        before = member * found.visited - found.first
         step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, smem)
         return scores.sweep(found, band, False, step, carry)
 

@@ -57,7 +57,7 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, kv_head, keys), smem["k_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, kv_head, keys), smem["v_smem"].at[slot], barrier)
 
-    pipeline = Pipeline(p.config.stages, found.count, load, smem["loaded"], smem["used"])
+    pipeline = Pipeline(p.config.stages, found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
     here = pl.ds(first_row + wg * ROWS, ROWS)
     mine, numbers, barrier = {n: smem[n].at[wg] for n in _OWN}, smem["numbers"], smem["own_loaded"].at[wg]

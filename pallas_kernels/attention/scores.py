@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     stop: Any
 
     @property
-    def count(self) -> Any:
+    def visited(self) -> Any:
         return self.stop - self.first
 
 
