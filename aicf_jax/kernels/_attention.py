@@ -1,4 +1,4 @@
-"""What kernels of attention share that know its kind: arrays as a library wants them, and its results as the operation's.
+"""What kernels of attention share that know its kind: arrays as a library wants them, its results as the operation's.
 
 A library is a function that returns what has ``forward`` and ``backward``, as `pallas_kernels.attention.portable` does:
 it is called, and so imported, when a kernel runs.

@@ -28,7 +28,9 @@ def larger(a, b):
 
 
 @triton.jit
-def tile_of(step: tl.constexpr, first, count: tl.constexpr, rows: tl.constexpr, depth: tl.constexpr, width: tl.constexpr):
+def tile_of(
+    step: tl.constexpr, first, count: tl.constexpr, rows: tl.constexpr, depth: tl.constexpr, width: tl.constexpr
+):
     """``(offsets, which are inside)`` of some rows of a head, `count` in all, `step` elements apart."""
     row, column = tl.arange(0, rows), tl.arange(0, width)
     at = first.to(tl.int64) * step + (row[:, None] * step + column[None, :])
@@ -267,7 +269,7 @@ def attention_query_gradient(
     width: tl.constexpr, scale: tl.constexpr, unit: tl.constexpr, slope: tl.constexpr, lower: tl.constexpr,
     upper: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries of one head."""
+    """DQ of a block of queries of one head."""
     blocks: tl.constexpr = (queries + block_q - 1) // block_q
     block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if upper is not None:
@@ -344,7 +346,7 @@ def attention_key_gradient(
     width: tl.constexpr, scale: tl.constexpr, unit: tl.constexpr, slope: tl.constexpr, lower: tl.constexpr,
     upper: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys of one head, summed over the heads of Q that share it, in their order."""
+    """DK and dV of a block of keys of one head, summed over the heads of Q that share it, in their order."""
     blocks: tl.constexpr = (keys + block_k - 1) // block_k
     block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if lower is not None and upper is None:

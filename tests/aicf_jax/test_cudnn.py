@@ -25,7 +25,7 @@ def struct(*shape, dtype="bfloat16"):
 
 
 def attention(**options):
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options)
+    return lambda q, k, v, *bias: jax.nn.dot_product_attention(q, k, v, *bias, **options)
 
 
 def explained(f, *args, target="h200"):
@@ -52,13 +52,13 @@ def test_without_cudnn_it_is_refused_with_the_reason(monkeypatch):
 
 @pytest.fixture
 def there(monkeypatch):
-    """cuDNN by XLA, and what it was called with."""
+    """CuDNN by XLA, and what it was called with."""
     real, calls = jax.nn.dot_product_attention, []
 
-    def public(q, k, v, *, implementation=None, **options):
+    def public(q, k, v, *bias, implementation=None, **options):
         if implementation == "cudnn":
             calls.append(options)
-        return real(q, k, v, **options)
+        return real(q, k, v, *bias, **options)
 
     def internal(q, k, v, *, scale, is_causal, window):
         calls.append({"saving": True})
@@ -95,11 +95,13 @@ NOT_TAKEN = {
     "long heads": (attention(), (struct(4, 512, 8, 136),) * 3),
     "heads of 68": (attention(), (struct(4, 512, 8, 68),) * 3),
     "causal with other lengths": (attention(is_causal=True), (struct(4, 256, 8, 64), *(struct(4, 512, 8, 64),) * 2)),
-    "a window ahead": (attention(local_window_size=(16, 16)), (struct(4, 512, 8, 64),) * 3),
+    "a bias": (attention(), (*(struct(4, 512, 8, 64),) * 3, struct(4, 8, 512, 512))),
 }
 
 
-@pytest.mark.parametrize("name", NOT_TAKEN)
+@pytest.mark.parametrize(
+    "name", [n if n.startswith("causal") else pytest.param(n, marks=pytest.mark.slow) for n in NOT_TAKEN]
+)
 def test_not_taken(name, there):
     f, args = NOT_TAKEN[name]
     (refusal,) = refusals(explained(f, *args))
@@ -111,33 +113,41 @@ def on_a_cpu():
     return tuple(dataclasses.replace(m.KERNEL, **here) for m in (cudnn_attention, cudnn_attention_grad))
 
 
+def window(q, k, v):
+    """Each query sees itself and the five keys before it."""
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * 0.25
+    i, j = jnp.arange(x.shape[2])[:, None], jnp.arange(x.shape[3])
+    p = jax.nn.softmax(jnp.where((j <= i) & (i - j < 6), x, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v)
+
+
 TAKEN = {
-    "shared heads, causal": ({"is_causal": True}, (2, 1), {"is_causal": True, "local_window_size": None}),
-    "window": (
-        {"is_causal": True, "local_window_size": (5, 0)}, (2, 2), {"is_causal": True, "local_window_size": (5, 0)},
-    ),
-    "full": ({}, (2, 2), {"is_causal": False, "local_window_size": None}),
-}  # fmt: skip
+    "shared heads, causal": (attention(is_causal=True), 1, {"is_causal": True, "local_window_size": None}),
+    "window": (window, 2, {"is_causal": True, "local_window_size": (5, 0)}),
+    "full": (attention(), 2, {"is_causal": False, "local_window_size": None}),
+}
 
 
-@pytest.mark.parametrize("name", [n if n != "full" else pytest.param(n, marks=pytest.mark.slow) for n in TAKEN])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TAKEN)
 def test_values_gradients_and_what_it_is_called_with(name, there):
-    options, heads, told = TAKEN[name]
+    f, kv_heads, told = TAKEN[name]
+    shapes = [(1, 12, h, 16) for h in (2, kv_heads, kv_heads, 2)]
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(1, 12, h, 16) for h in (heads[0], heads[1], heads[1], heads[0])]
     *args, dout = (jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-    fused = aicf_jax.fuse(attention(**options), kernels=on_a_cpu(), policy=PLAIN)
-    found, pull = jax.vjp(fused, *args)
+    found, pull = jax.vjp(aicf_jax.fuse(f, kernels=on_a_cpu(), policy=PLAIN), *args)
     got = (found, *pull(dout))
-    assert there[0] | {"scale": None} == {**told, "scale": None} and {"saving": True} in there
+    assert {"scale": pytest.approx(0.25), **told} in there and {"saving": True} in there
     with jax.enable_x64(True):
-        want, pull = jax.vjp(attention(**options), *(x.astype(jnp.float64) for x in args))
+        want, pull = jax.vjp(f, *(x.astype(jnp.float64) for x in args))
         wanted = (want, *pull(dout.astype(jnp.float64)))
+    # Scores, weights and results are rounded to 8 bits on the way.
     for a, b in zip(got, wanted, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
         assert np.max(np.abs(a - b)) <= 8 * 2.0**-8 * max(1.0, np.max(np.abs(b)))
 
 
+@pytest.mark.slow
 def test_what_it_saves_is_what_any_backward_reads(there):
     """The log-sum-exp as maximum, beside sums of 1: the derived equations take it as they take their own."""
     args = [jax.random.normal(k, (1, 12, 2, 16)).astype(jnp.bfloat16) for k in jax.random.split(jax.random.key(0), 3)]
