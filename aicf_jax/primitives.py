@@ -46,7 +46,8 @@ def primitive_of(op: FusedOp) -> Any:
     """What stands for an operation in a program."""
     kernels = [kernel_for(op, platform) for platform, _ in op.choices]
     is_split = any(k is not None and k.partition is not None for k in kernels)
-    return split_p if is_split and _compat.has_devices() else fused_p
+    is_placed = any(k is not None and k.with_devices for k in kernels)
+    return split_p if is_placed or (is_split and _compat.has_devices()) else fused_p
 
 
 def _results(op: FusedOp, inputs: Sequence[Any], residual: bool, platform: str | None) -> list[Any]:

@@ -150,7 +150,7 @@ def expect_power_of_two(owner: object, name: str, least: int, most: int) -> None
 
 @functools.cache
 def interpreted(module: str) -> ModuleType:
-    """A second copy of a module of kernels, whose functions Triton interprets; they reduce by ``add`` and ``larger``."""
+    """A second copy of a module of kernels, which Triton interprets. They reduce by ``add`` and ``larger``."""
     triton = importlib.import_module("triton")
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.loader is not None

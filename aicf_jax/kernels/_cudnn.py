@@ -34,5 +34,5 @@ def fits(v: Variant) -> bool:
 
 
 def ranked_bytes(op: FusedOp) -> int:
-    """Twice what it must move: a kernel whose traffic is known goes first, until somebody measures (`aicf_jax.tune`)."""
+    """Twice what it must move: a kernel whose traffic is known goes first until somebody measures (`aicf_jax.tune`)."""
     return 2 * _attention.moved_bytes(op)

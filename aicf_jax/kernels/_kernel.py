@@ -70,6 +70,8 @@ class Kernel:
       opaque: XLA cannot see into it, and so not split it over devices: where it would have to, under ``jit`` on
         several devices, it is split as `partition` says, or the equations run in its place and partition as unfused.
         Inside `jax.shard_map` it runs on the parts that are there.
+      with_devices: what it calls can only be lowered where jax says which devices the program is for, as what uses
+        jax's custom partitioning inside.
       partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
         with `saving` what `save` returns counts as results. It may return None, for no partition.
       available: ``() -> None``, or what it needs of its surroundings and what there is instead, as two texts. Asked
@@ -97,6 +99,7 @@ class Kernel:
     program: Callable[[Any], str] | None = None
     targets: tuple[str, ...] | None = None
     opaque: bool = False
+    with_devices: bool = False
     partition: Callable[[Any, bool], Any] | None = None
     available: Callable[[], tuple[str, str] | None] | None = None
     needs: Callable[[Any], Sequence[Any]] | None = None

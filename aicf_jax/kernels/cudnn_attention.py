@@ -22,5 +22,6 @@ KERNEL = Kernel(
     save=_SAVE,
     targets=TARGETS,
     opaque=True,
+    with_devices=True,
     available=available,
 )

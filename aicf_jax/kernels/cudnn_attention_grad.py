@@ -20,5 +20,6 @@ KERNEL = Kernel(
     cost_bytes=ranked_bytes,
     targets=TARGETS,
     opaque=True,
+    with_devices=True,
     available=available,
 )

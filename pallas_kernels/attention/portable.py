@@ -203,7 +203,7 @@ def backward(
     v: jax.Array,
     out: jax.Array,
     m: jax.Array,
-    l: jax.Array,  # noqa: E741
+    l: jax.Array,
     dout: jax.Array,
     *,
     scale: float = 1.0,
@@ -257,7 +257,7 @@ def backward(
     return dq, dk, dv
 
 
-def _rows(p: Problem, c: BackwardConfig, out: Any, dout: Any, m: Any, l: Any, interpret: bool) -> dict[str, Any]:  # noqa: E741
+def _rows(p: Problem, c: BackwardConfig, out: Any, dout: Any, m: Any, l: Any, interpret: bool) -> dict[str, Any]:
     constants = p.constants(c.queries)
     names = ("out_batch", "out_head", "out_row", "heads", "queries", "depth", "width")
     return _triton.call(

@@ -269,7 +269,7 @@ def attention_query_gradient(
     width: tl.constexpr, scale: tl.constexpr, unit: tl.constexpr, slope: tl.constexpr, lower: tl.constexpr,
     upper: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries of one head."""
+    """DQ of a block of queries of one head."""
     blocks: tl.constexpr = (queries + block_q - 1) // block_q
     block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if upper is not None:
@@ -346,7 +346,7 @@ def attention_key_gradient(
     width: tl.constexpr, scale: tl.constexpr, unit: tl.constexpr, slope: tl.constexpr, lower: tl.constexpr,
     upper: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys of one head, summed over the heads of Q that share it, in their order."""
+    """DK and dV of a block of keys of one head, summed over the heads of Q that share it, in their order."""
     blocks: tl.constexpr = (keys + block_k - 1) // block_k
     block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if lower is not None and upper is None:

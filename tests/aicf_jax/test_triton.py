@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 
 import aicf_jax
-from aicf_jax.kernels import KERNELS, Kernel, _ampere, _gemm_epilogue, _kernel, _norm
+from aicf_jax.kernels import (
+    KERNELS,
+    Kernel,
+    _ampere,
+    _attention,
+    _gemm_epilogue,
+    _kernel,
+    _norm,
+    triton_attention,
+    triton_attention_grad,
+)
 from aicf_jax.kernels import triton_gemm_epilogue as forward
 from aicf_jax.kernels import triton_gemm_epilogue_grad as gradient
 from pallas_kernels import _triton
+from pallas_kernels.attention import portable
 
 HAS_TRITON = _triton.unavailable() is None
 A100 = aicf_jax.Policy(target="a100", on_failure="raise")
@@ -38,7 +49,7 @@ def rms_norm(x, g):
 
 def test_each_operation_has_one():
     assert {k.op for k in KERNELS if k.name in TRITON} == {
-        "gemm_epilogue", "gemm_epilogue_grad", "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
+        "attention", "attention_grad", "gemm_epilogue", "gemm_epilogue_grad", "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
     }  # fmt: skip
 
 
@@ -138,3 +149,63 @@ def test_values_and_gradients_of_a_layer():
     for got, want in zip(both(fused), both(layer), strict=True):
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=0, atol=40 * 2.0**-11 * scale)
+
+
+def attention_on_a_cpu():
+    tile = portable.TileConfig(16, 16, 1, 1)
+    tiles = portable.BackwardConfig(tile, tile, 16)
+    library = types.SimpleNamespace(
+        forward=functools.partial(portable.forward, interpret=True, config=tile),
+        backward=functools.partial(portable.backward, interpret=True, config=tiles),
+    )
+    run, save = _attention.forward(lambda: library)
+    here = {"platforms": ("cpu",), "targets": None, "cost_bytes": lambda op: 0}
+    return (
+        dataclasses.replace(triton_attention.KERNEL, run=run, save=save, **here),
+        dataclasses.replace(triton_attention_grad.KERNEL, run=_attention.gradient(lambda: library), **here),
+    )
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def powers_of_two(q, k, v):
+    x = jnp.einsum("hqd,hdk->hqk", q, k).astype(jnp.float32) * 0.1
+    e = jnp.exp2(x - x.max(-1, keepdims=True))
+    return jnp.einsum("hqk,hkd->hdq", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
+
+
+ATTENTION = {
+    "shared heads": (causal, ((2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 16))),
+    "powers of two, keys by columns": (powers_of_two, ((3, 24, 16), (3, 16, 40), (3, 40, 16))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason=f"jax-triton: {_triton.unavailable()}")
+@pytest.mark.parametrize("name", ATTENTION)
+def test_values_and_gradients_of_attention(name):
+    f, shapes = ATTENTION[name]
+    args = [jax.random.normal(jax.random.key(i), s).astype(jnp.bfloat16) for i, s in enumerate(shapes)]
+    fused = aicf_jax.fuse(f, kernels=attention_on_a_cpu(), policy=aicf_jax.Policy(on_failure="raise"))
+    assert "triton_attention_grad" in str(aicf_jax.explain(f, *args, kernels=attention_on_a_cpu()))
+    y, pull = jax.vjp(fused, *args)
+    with jax.enable_x64(True):
+        want, exact = jax.vjp(f, *(x.astype(jnp.float64) for x in args))
+        wanted = (want, *exact(jnp.cos(want)))
+    # The interpreter rounds bfloat16 towards zero; results, weights and slopes are rounded.
+    for a, b in zip((y, *pull(jnp.cos(want).astype(y.dtype))), wanted, strict=True):
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        assert np.max(np.abs(a - b)) <= 8 * 2.0**-7 * max(1.0, np.max(np.abs(b)))
+
+
+def test_attention_of_other_kinds_is_not_taken():
+    x = struct(4, 512, 8, 64)
+
+    def biased(q, k, v, b):
+        return jax.nn.dot_product_attention(q, k, v, b)
+
+    report = aicf_jax.explain(biased, x, x, x, struct(4, 8, 512, 512), policy=aicf_jax.Policy(target="a100"))
+    (refusal,) = [r for r in report.refusals if "triton_attention " in r.detail]
+    assert refusal.code == "capability" and "no more than scale, softcap and limits" in refusal.expected

@@ -78,7 +78,7 @@ CASES = {
     "keys that nobody sees": ((20, 90, 1, 1, 16), {"upper": 3}),
     "one key": ((17, 1, 1, 1, 16), {}),
     "one query": ((1, 50, 1, 1, 16), {}),
-    "large scores": ((32, 32, 1, 1, 16), {"scale": 100.0}),
+    "large scores": ((32, 32, 1, 1, 16), {"scale": 10.0}),
     "several batches, wide blocks": ((70, 70, 4, 2, 40), {"upper": 0, "batch": 2, "wide": True}),
 }
 
