@@ -120,6 +120,7 @@ def cudnn_attention(
 
     mask = fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK
     length = None if window is None else window[0] + 1
-    return fused.dot_product_attention(
+    out, residual = fused.dot_product_attention(  # pyright: ignore[reportGeneralTypeIssues,reportAssignmentType]
         q, k, v, scale=scale, mask_type=mask, sliding_window_length=length, return_residual=True
     )
+    return out, residual
