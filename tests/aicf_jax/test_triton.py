@@ -49,7 +49,8 @@ def rms_norm(x, g):
 
 def test_each_operation_has_one():
     assert {k.op for k in KERNELS if k.name in TRITON} == {
-        "attention", "attention_grad", "gemm_epilogue", "gemm_epilogue_grad", "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
+        "attention", "attention_grad", "gemm_epilogue", "gemm_epilogue_grad",
+        "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
     }  # fmt: skip
 
 
