@@ -1,8 +1,8 @@
 """``O = softmax(scale Q K^T) V`` and its gradients by cuDNN, as `jax.nn.dot_product_attention` calls it.
 
 What it takes is what jax checks: bfloat16 or float16, heads of a multiple of 8 up to 128, causal masks and windows that
-end at the query itself. The gradient runs cuDNN's forward again, for the log-sum-exp as its backward wants it: the
-public function has it in 16 bits only. Sums of the backward have no fixed order.
+end at the query itself. The gradient runs cuDNN's forward again, for the log-sum-exp as its backward wants it:
+the public function has it in 16 bits only. Sums of the backward have no fixed order.
 """
 
 from __future__ import annotations

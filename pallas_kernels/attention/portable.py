@@ -77,7 +77,7 @@ def default_forward(head_dim: int, has_softcap: bool = False) -> TileConfig:
 def default_backward(head_dim: int, has_softcap: bool = False) -> BackwardConfig:
     """Likewise. dK and dV are two accumulators."""
     if head_dim <= 64:
-        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(64, 64 if has_softcap else 128, 8, 2))
+        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(32 if has_softcap else 64, 128, 8, 2))
     if head_dim <= 128:
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2))
     return BackwardConfig(TileConfig(32, 32, 4, 2), TileConfig(32, 32, 8, 2))

@@ -49,8 +49,8 @@ def rms_norm(x, g):
 
 def test_each_operation_has_one():
     assert {k.op for k in KERNELS if k.name in TRITON} == {
-        *("attention", "attention_grad", "gemm_epilogue", "gemm_epilogue_grad"),
-        *("layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad"),
+        "attention", "attention_grad", "gemm_epilogue", "gemm_epilogue_grad",
+        "layer_norm", "layer_norm_grad", "rms_norm", "rms_norm_grad",
     }  # fmt: skip
 
 
@@ -116,16 +116,16 @@ def interpreted(module):
 
 def on_a_cpu():
     """The kernels in Triton's interpreter."""
-    always = lambda part: True  # noqa: E731
-    product = _gemm_epilogue.forward(lambda: interpreted(forward._library()), always)
-    slope = _gemm_epilogue.gradient(lambda: interpreted(gradient._library()), always)
+    run, save = _gemm_epilogue.forward(lambda: interpreted(forward._library()))
     here = {"platforms": ("cpu",), "targets": None}
     norms = dataclasses.replace(
         _ampere.NORMS, targets=None, available=None, load=lambda: interpreted(_ampere.NORMS.load())
     )
     return (
-        dataclasses.replace(forward.KERNEL, **product, **here),
-        dataclasses.replace(gradient.KERNEL, **slope, **here),
+        dataclasses.replace(forward.KERNEL, run=run, save=save, **here),
+        dataclasses.replace(
+            gradient.KERNEL, run=_gemm_epilogue.gradient(lambda: interpreted(gradient._library())), **here
+        ),
         dataclasses.replace(_norm.forward_kernel("rms_norm", norms), platforms=("cpu",)),
         dataclasses.replace(_norm.gradient_kernel("rms_norm_grad", norms), platforms=("cpu",)),
     )

@@ -114,8 +114,8 @@ def test_values_and_gradients(name):
         _, pull = jax.vjp(lambda *xs: exact(*xs)[0], *wide_arrays)
         gradients = jax.jit(pull)(dout.astype(jnp.float64))
     unit = {"bfloat16": 2.0**-7, "float16": 2.0**-11}[dtype]
-    # Weights are rounded before the product with V, and the result is. Scores are rounded to float32: an error of
-    # theirs is one of the exponent.
+    # Weights are rounded before the product with V, and the result is. Scores are rounded to float32: their errors are
+    # errors of the exponent.
     scores = 4 * float(np.abs(want[1]).max()) * 2.0**-24
     assert_near(got[0], want[0], 2 * unit + scores)
     assert_near(got[1], want[1], 2.0**-22)
