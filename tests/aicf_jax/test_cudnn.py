@@ -172,12 +172,12 @@ def test_a_kind_with_more_to_it_is_not_taken():
 
     @dataclasses.dataclass(frozen=True)
     class More(type(known)):
-        biases: tuple = ()
+        more: tuple = ()
 
     facts = {f.name: getattr(known, f.name) for f in dataclasses.fields(known)}
     taken = cudnn_attention.KERNEL.capabilities["variant"]
     assert known in taken and More(**facts) in taken
-    assert More(**{**facts, "biases": ("one",)}) not in taken
+    assert More(**{**facts, "more": ("one",)}) not in taken
 
 
 @pytest.mark.skipif(cudnn.unavailable() is not None, reason=f"{cudnn.unavailable()}")
