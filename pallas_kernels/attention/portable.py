@@ -79,7 +79,7 @@ def default_backward(head_dim: int, has_softcap: bool = False) -> BackwardConfig
     if head_dim <= 64:
         return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(32 if has_softcap else 64, 128, 8, 2))
     if head_dim <= 128:
-        return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2))
+        return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(32 if has_softcap else 64, 64, 8, 2))
     return BackwardConfig(TileConfig(32, 32, 4, 2), TileConfig(32, 32, 8, 2))
 
 
