@@ -20,6 +20,9 @@ from aicf_jax.ops._position_band import Band, Unidentified, conditions, limit
 from aicf_jax.ops._semantic import FusedOp
 from aicf_jax.ops._side_arrays import Bias, Mask, Segments
 
+#: The axis of queries where there is one query: of size 1, which the graph leaves out.
+_ONE = "one"
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
@@ -71,6 +74,11 @@ class Variant:
     biases: tuple[Bias, ...]
     fill: float | None
     base: float
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether there are masks or biases beside the band: a kernel that knows none must ask."""
+        return bool(self.masks or self.biases)
 
     def size(self, *axes: str) -> int:
         return math.prod(dict(self.sizes)[a] for a in axes)
@@ -137,14 +145,20 @@ def _read(op: FusedOp, graph: Any) -> Variant:
         raise Unidentified("a scale that is not positive")
     rows = tuple(d for d in x_view.dims if d != keys)
     q_array, k_array, v_array = (_array(graph, i) for i in (scores.q, scores.k, v))
+    out_array, rows = Array(-1, _whole(out_view)), Array(-1, rows)
+    if roles.query == _ONE:
+        q_array, out_array = (_with_query(x, {roles.depth, roles.value_depth}) for x in (q_array, out_array))
+        if not rows.dims:
+            raise Unidentified("scores without a dimension of rows")
+        rows = Array(-1, (*rows.dims[:-1], (*rows.dims[-1], _ONE)))
     return Variant(
-        tuple(graph.axes.items()),
+        tuple({**graph.axes, roles.query: graph.axes.get(roles.query, 1)}.items()),
         roles,
         q_array,
         k_array,
         v_array,
-        Array(-1, _whole(out_view)),
-        Array(-1, rows),
+        out_array,
+        rows,
         tuple(graph.values[i].dtype for i in (scores.q, scores.k, v, out)),
         scores.factor,
         scores.softcap,
@@ -214,11 +228,9 @@ def _roles(graph: Any, key: str, scores: Scores, v: int, out_dot: int) -> Roles:
         raise Unidentified("Q, K and V whose axes are not those of attention")
     order = [a for d in graph.views[scores.q].dims for a in d]
     rows = [a for a in order if a in q_axes - batch - depth]
-    if not rows:
-        raise Unidentified("no axis of queries")
     positions = [a for a in rows if a in _positions(graph, [p for p, _ in scores.masks])]
     named = positions or [a for a in rows for p, _ in scores.masks if a in values[p].axes] or rows
-    query = max(named, key=lambda a: graph.axes[a])
+    query = max(named, key=lambda a: graph.axes[a], default=_ONE)
     if set(values[out_dot].axes) != (q_axes - depth) | value_depth:
         raise Unidentified("a result with other axes than Q")
     return Roles(
@@ -238,7 +250,7 @@ def _positions(graph: Any, found: list[int]) -> set[str]:
 
 def _check(graph: Any, found: Band, roles: Roles) -> None:
     """Each query has to see a key: rows that see none are what their fill makes of them."""
-    queries, keys = graph.axes[roles.query], graph.axes[roles.key]
+    queries, keys = graph.axes.get(roles.query, 1), graph.axes[roles.key]
     low, high = found.lower, found.upper
     sees = (
         (high is None or high >= 0)
@@ -247,6 +259,12 @@ def _check(graph: Any, found: Band, roles: Roles) -> None:
     )
     if not sees:
         raise Unidentified("a query that sees no key")
+
+
+def _with_query(array: Array, depth: set[str]) -> Array:
+    """An array of one query with a dimension for it, in front of `depth` if that is last."""
+    at = len(array.dims) - (bool(array.dims) and bool(set(array.dims[-1]) & depth))
+    return Array(array.argument, (*array.dims[:at], (_ONE,), *array.dims[at:]))
 
 
 def _array(graph: Any, v: int) -> Array:

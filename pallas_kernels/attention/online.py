@@ -57,7 +57,7 @@ def visit(p: Problem, place: Any, smem: Any, me: int, do: Callable[[Any, Any], N
     def _visible(block: Any) -> None:
         do(block - found.first, block)
 
-    steps = found.visited
+    steps = found.stop - found.first
     if not may_go_on(p):
         return steps
     rest = _rest(p, smem, me, steps)
@@ -77,7 +77,7 @@ def _rest(p: Problem, smem: Any, me: Any, steps: Any) -> Any:
 
 
 def _left_out(i: Any, found: Blocks) -> Any:
-    return jnp.where(i < found.first, i, i + found.visited)
+    return jnp.where(i < found.first, i, i + (found.stop - found.first))
 
 
 # -- one warpgroup -----------------------------------------------------------------------------------------------------
@@ -107,11 +107,12 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     carry = _in_turns(p, wg, smem, visible, _nothing(p))
     if may_go_on(p):
         _say(p, wg, smem, carry[1])
-        rest = _rest(p, smem, wg, found.visited)
+        steps = found.stop - found.first
+        rest = _rest(p, smem, wg, steps)
 
         def others(carry: Any) -> Any:
             def one(i: Any, carry: Any) -> Any:
-                return step(True, found.visited + i, _left_out(i, found), carry)
+                return step(True, steps + i, _left_out(i, found), carry)
 
             return jax.lax.fori_loop(0, rest, one, carry)
 

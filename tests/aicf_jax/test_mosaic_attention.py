@@ -240,7 +240,7 @@ def flax_segments(q, k, v, tokens):
 
 
 def jax_lengths(q, k, v, lengths):
-    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, is_causal=True)
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, is_causal=q.shape[1] > 1)
 
 
 def jax_bias(q, k, v, bias):
@@ -311,6 +311,11 @@ BESIDE = {
         [(TOKENS > 0).at[:, 0].set(True)],
         {"key_bias"},
     ),
+    "one query, shared heads, bias": (
+        lambda q, k, v, b: jax.nn.dot_product_attention(q[:, :1], k[:, :, :2], v[:, :, :2], bias=b),
+        [NUMBERS[:, :, :1]],
+        {"bias"},
+    ),
     "t5": (t5, [NUMBERS, TOKENS.at[:, 0].set(1)], {"bias", "key_bias"}),
     "alibi": (alibi, [jnp.asarray([0.5, 0.25, 0.125, 0.0625])], {"bias"}),
 }
@@ -380,7 +385,7 @@ def is_given(x):
     return bool(x) if isinstance(x, list) else x is not None
 
 
-QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+QUICK_BESIDE = ("flax, padding, a query that sees nothing",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
@@ -392,6 +397,26 @@ def test_values_and_gradients_with_arrays_beside_the_scores(name):
         more = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in beside]
     options = agrees(f, [*qkv, *beside], [*exact, *more])
     assert {n for n in ("segments", "mask", "bias", "key_bias") if is_given(options[n])} == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+def test_one_query(kv_heads, order):
+    """Whose axis the computation graph leaves out."""
+    args = normal((2, 1, 4, 64), (2, 512, kv_heads, 64), (2, 512, kv_heads, 64))
+
+    def f(q, k, v, lengths):
+        if order == "bhsd":
+            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        return jax_lengths(q, k, v, lengths)
+
+    args = [x if order == "bshd" else x.swapaxes(1, 2) for x in args]
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in args]
+    lengths = jnp.asarray([512, 7], jnp.int32)
+    options = agrees(f, [*args, lengths], [*exact, lengths])
+    assert is_given(options["segments"]) and not is_given(options["mask"])
 
 
 @pytest.mark.slow
