@@ -71,16 +71,18 @@ def default_forward(head_dim: int, has_softcap: bool = False) -> TileConfig:
     """By the length of heads: what spills no registers, in the shared memory of an L4. A softcap takes some of both."""
     if head_dim <= 64:
         return TileConfig(128, 64, 8 if has_softcap else 4, 3)
-    return TileConfig(128, 64, 8, 2) if head_dim <= 128 else TileConfig(64, 32, 4, 2)
+    if head_dim <= 128:
+        return TileConfig(64 if has_softcap else 128, 64, 8, 2)
+    return TileConfig(64, 32, 8, 2)
 
 
 def default_backward(head_dim: int, has_softcap: bool = False) -> BackwardConfig:
     """Likewise. dK and dV are two accumulators."""
     if head_dim <= 64:
-        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(32 if has_softcap else 64, 128, 8, 2))
+        return BackwardConfig(TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2))
     if head_dim <= 128:
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(32 if has_softcap else 64, 64, 8, 2))
-    return BackwardConfig(TileConfig(32, 32, 4, 2), TileConfig(32, 32, 8, 2))
+    return BackwardConfig(TileConfig(32, 32, 8, 2), TileConfig(16 if has_softcap else 32, 32, 8, 2))
 
 
 @dataclasses.dataclass(frozen=True)

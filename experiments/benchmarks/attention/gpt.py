@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,10 @@ from experiments.benchmarks.suite._data import linen_variables
 
 @dataclass(frozen=True)
 class Stack:
-    """Sizes of a stack. Raises ValueError when one is not positive or the heads do not divide the width."""
+    """Sizes of a stack. Raises ValueError when one is not positive or the heads do not divide the width.
+
+    `dtype` is that of the arithmetic; parameters are float32.
+    """
 
     layers: int = 4
     width: int = 512
@@ -25,6 +29,7 @@ class Stack:
     length: int = 1024
     vocabulary: int = 16384
     batch: int = 2
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.length, self.vocabulary, self.batch) < 1:
@@ -37,28 +42,29 @@ class Block(nn.Module):
     """`x + attention(norm(x))`, then `x + W2 gelu(W1 norm(x))`."""
 
     heads: int
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask)
-        y = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
-        return x + nn.Dense(x.shape[-1])(y)
+        norm, dense = functools.partial(nn.LayerNorm, dtype=self.dtype), functools.partial(nn.Dense, dtype=self.dtype)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(norm()(x), mask=mask)
+        return x + dense(x.shape[-1])(nn.gelu(dense(4 * x.shape[-1])(norm()(x))))
 
 
 class GPT(nn.Module):
-    """Tokens (B, S) int32 -> logits (B, S, vocabulary) float32."""
+    """Tokens (B, S) int32 -> logits (B, S, vocabulary) in the stack's dtype."""
 
     stack: Stack
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        sizes = self.stack
+        sizes, dtype = self.stack, jnp.dtype(self.stack.dtype)
         places = self.param("places", nn.initializers.normal(0.02), (sizes.length, sizes.width))
-        x = nn.Embed(sizes.vocabulary, sizes.width)(tokens) + places[: tokens.shape[1]]
+        x = nn.Embed(sizes.vocabulary, sizes.width, dtype=dtype)(tokens) + places[: tokens.shape[1]].astype(dtype)
         mask = nn.make_causal_mask(tokens)
         for _ in range(sizes.layers):
-            x = Block(sizes.heads)(x, mask)
-        return nn.Dense(sizes.vocabulary, use_bias=False)(nn.LayerNorm()(x))
+            x = Block(sizes.heads, dtype)(x, mask)
+        return nn.Dense(sizes.vocabulary, use_bias=False, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
 
 
 def build(stack: Stack, seed: int) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
