@@ -14,11 +14,11 @@ from aicf_jax.ops import _programs
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every attention is streamed, in blocks of 8: several, the last one ragged."""
 
-    def blocks(program):
+    def blocks(program, machine):
         return program.with_blocks(**{a.name: min(8, a.size) for a in program.axes if a.name in ("i", "j")})
 
     aicf_jax.clear_caches()
-    monkeypatch.setattr(_programs, "cache_bytes", lambda platform: 0)
+    monkeypatch.setattr(_programs, "cache_bytes", lambda op: 0)
     monkeypatch.setattr(_programs, "scheduled", blocks)
     yield
     aicf_jax.clear_caches()

@@ -327,7 +327,7 @@ def test_temporaries_do_not_grow_with_the_square():
 def test_left_to_xla_where_everything_fits_in_the_cache(monkeypatch):
     from aicf_jax.ops import _programs
 
-    monkeypatch.setattr(_programs, "cache_bytes", lambda platform: 1 << 40)
+    monkeypatch.setattr(_programs, "cache_bytes", lambda op: 1 << 40)
     aicf_jax.clear_caches()
     report = aicf_jax.explain(causal, Q, K, V)
     assert [f.kernel for f in report.fusions if f.op == "attention"] == ["xla"]

@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+import gpu_probe
 from gpu_probe import PropertyMap, cli
 from gpu_probe.devices import connect
 from gpu_probe.devices.cpu import caches
@@ -242,3 +243,14 @@ def test_maps_that_disagree_exit_with_1(line, tmp_path):
 def test_list_says_what_to_expect(line):
     code, text = line("list")
     assert code == cli.EXIT_DONE and "expected: a line" in text and "caveat: none" in text
+
+
+def test_measure_from_python_keeps_samples_where_it_is_told_to(monkeypatch, tmp_path):
+    machine = Machine()
+    monkeypatch.setattr("gpu_probe.probes.probes", lambda kind=None: (machine.probe(),))
+    assert gpu_probe.measure(quick=True).get("l1.latency", "ns") == 2.0
+    gpu_probe.measure(quick=True, output=tmp_path)
+    taken = len(machine.executed)
+    assert gpu_probe.measure(quick=True, output=tmp_path).get("l1.latency", "ns") == 2.0
+    assert len(machine.executed) == taken and len(load_samples(tmp_path / "samples.json")) == 15
+    assert gpu_probe.load("h200").name == "NVIDIA H200"

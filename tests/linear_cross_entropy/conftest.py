@@ -14,7 +14,7 @@ from aicf_jax.ops import _loss_programs, _programs
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every loss is streamed, in blocks of 8 classes or rows: several, the last one ragged."""
     aicf_jax.clear_caches()
-    monkeypatch.setattr(_programs, "cache_bytes", lambda platform: 0)
+    monkeypatch.setattr(_programs, "cache_bytes", lambda op: 0)
     monkeypatch.setattr(_loss_programs, "BLOCK_BYTES", 0)
     monkeypatch.setattr(_loss_programs, "LEAST_ROWS", 8)
     monkeypatch.setattr(_loss_programs, "LEAST_CLASSES", 8)
