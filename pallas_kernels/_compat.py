@@ -47,7 +47,8 @@ def load(ref: Any, layout: Any, simulated: bool) -> Any:
 
     if simulated:
         return ref[...]
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    known = inspect.signature(plgpu.load).parameters.get("idx")
+    index = ((),) if known is not None and known.default is known.empty else ()  # from jax 0.11 on it is deprecated
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
