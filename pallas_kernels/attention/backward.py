@@ -117,5 +117,5 @@ def _problem(
     _expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
     return Problem(
         rows[0], rows[1], of_k["h"], rows[2], of_k["s"], of_q["d"], jnp.dtype(dtype), tuple(layouts), float(scale),
-        band, softcap, config or default_backward(of_q["d"], softcap is not None), simulated,
+        band, softcap, config or default_backward(of_q["d"], softcap is None and band.lower is None), simulated,
     )  # fmt: skip

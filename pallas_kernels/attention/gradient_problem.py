@@ -60,12 +60,13 @@ class BackwardConfig:
         return 4096 + max(queries, keys)
 
 
-def default_backward(head_dim: int, has_softcap: bool) -> BackwardConfig:
+def default_backward(head_dim: int, is_plain: bool) -> BackwardConfig:
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
-    Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them.
+    Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
+    softcap nor a lower limit, which take more of them.
     """
-    block_k = 128 if head_dim == 64 and not has_softcap else 64
+    block_k = 128 if head_dim == 64 and is_plain else 64
     found = (BackwardConfig(block_k, 64 if head_dim == 64 else 32, stages) for stages in (4, 3))
     fitting = (c for c in found if c.smem_bytes(head_dim) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, BackwardConfig())

@@ -95,7 +95,7 @@ def test_products_run_on_tensor_cores(reports):
 
 @pytest.mark.slow
 def test_a_gpt_is_attention_norms_products_and_its_loss():
-    """The model of `experiments.text_lm`, value and all gradients; the weights of attention and the logits never exist."""
+    """The model of `experiments.text_lm`, value and gradients; weights of attention and logits never exist."""
     model = gpt.GPT(gpt.Stack(layers=2, dtype="bfloat16"))
     tokens = jax.ShapeDtypeStruct((2, 1025), jnp.int32)
     variables = jax.eval_shape(lambda t: model.init(jax.random.key(0), t[:, :-1]), tokens)
