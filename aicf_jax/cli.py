@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exception(error)
         given = ", ".join(map(_type_text, args)) or "no arguments"
         print(f"{parser.prog}: {options.target} cannot be traced with {given}: {error}", file=sys.stderr)
+        if options.init is None and hasattr(target, "init") and hasattr(target, "apply"):
+            print("a flax linen module takes its variables first: --init names what makes them", file=sys.stderr)
         return EXIT_UNTRACEABLE
     _show(str(report))
     for path, write in ((options.html, report.to_html), (options.json, report.to_json)):

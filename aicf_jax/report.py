@@ -179,6 +179,7 @@ def _refusal_lines(r: Refusal) -> list[str]:
     return [
         f"refused {r.pattern}  {r.code}  [{r.stage}]",
         f"        at {r.site}",
+        *([f"        {r.detail.removesuffix(f': {r.found}')}"] if r.stage == "select" else []),  # names the kernel
         f"        expected {r.expected}",
         f"        found    {r.found}",
     ]

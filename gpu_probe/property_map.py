@@ -186,11 +186,13 @@ class PropertyMap:
 
     @classmethod
     def load(cls, source: str | Path) -> PropertyMap:
-        """Reads a map: a path, or the name of one that comes with the package (``"h200"``).
+        """Reads a map: a file, the folder of a run, or the name of one that comes with the package (``"h200"``).
 
         Raises MapError: there is no such file or shipped map, or it cannot be read.
         """
         path = Path(source)
+        if (path / "map.json").is_file():
+            path = path / "map.json"
         if path.suffix != ".json" and not path.is_file():
             path = SHIPPED / f"{str(source).lower()}.json"
         try:

@@ -80,6 +80,11 @@ def test_a_file_that_is_no_map_is_refused_by_name(tmp_path, text, message):
         PropertyMap.load(path)
 
 
+def test_a_folder_of_a_run_is_its_map(tmp_path):
+    PropertyMap.load("h200").save(tmp_path / "map.json")
+    assert PropertyMap.load(tmp_path).name == PropertyMap.load("h200").name
+
+
 def test_a_name_that_is_not_shipped_is_refused():
     with pytest.raises(MapError, match="expected a file or one of the shipped maps a100, h100, h200, found 'z80'"):
         PropertyMap.load("z80")
