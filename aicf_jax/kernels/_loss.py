@@ -72,12 +72,14 @@ def gradients(
     if any(asked):
         pulls = [jax.vjp(lambda a, m=m: matrix(v, m, a), inputs[m.argument]) for m in operands]
         dlabel, dsum = (None if isinstance(d, float) else to_rows(v, d) for d in taken_cotangents(v, dtaken))
-        rows = [to_rows(v, n) for n in (saved[0], dl)]
+        (x, _), (w, _) = pulls
         given = library.backward(
-            *(x for x, _ in pulls),
+            x,
+            w,
             labels(op, v, inputs),
-            *rows,
-            dlabel,
+            to_rows(v, saved[0]),
+            to_rows(v, dl),
+            dlabel if dlabel is not None else jax.numpy.zeros(x.shape[:1], jax.numpy.float32),
             dsum if needs_sum(v) else None,
             **_options(v),
             wanted=asked,

@@ -241,7 +241,7 @@ def _weights(op: FusedOp, vid: int) -> Taken:
 class _TwoNumbers:
     """A value that is one number where the class is the label of its row, and another one elsewhere.
 
-    Both are rounded as written. `label`: the value that the label is, None as long as no class has been compared with one.
+    Both are rounded as written. `label`: the value that the label is, None before a class was compared with one.
     """
 
     def __init__(self, graph: Any, classes: Axes):

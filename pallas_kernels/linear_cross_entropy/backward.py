@@ -142,7 +142,8 @@ class _Blocks:
         width = w.shape[self._dim]
         p = dataclasses.replace(self.problem, classes=width)
         here = labels_of(self.labels.astype(jnp.int32) - first, width)
-        dz = _logits_grad(p, self.config, *aligned(self.x, w), here, self.rows, self.interpret)
+        x_whole, w_whole = aligned(self.x, w)
+        dz = _logits_grad(p, self.config, x_whole, w_whole, here, self.rows, self.interpret)
         dz = dz[: p.rows, :width]
         dx = dw = None
         if self.wanted[0]:
