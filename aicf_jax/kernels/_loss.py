@@ -68,7 +68,7 @@ def gradients(
     dl, dtaken, terms = pull_loss(op, inputs, saved, ct, beside)
     found: dict[int, Any] = dict(zip(beside, terms, strict=True))
     operands = (v.x, v.w)
-    asked = tuple(m.argument in wanted for m in operands)
+    asked = v.x.argument in wanted, v.w.argument in wanted
     if any(asked):
         pulls = [jax.vjp(lambda a, m=m: matrix(v, m, a), inputs[m.argument]) for m in operands]
         dlabel, dsum = (None if isinstance(d, float) else to_rows(v, d) for d in taken_cotangents(v, dtaken))
