@@ -96,7 +96,7 @@ def chains(draw, kinks):
     return Chain(tuple(steps), (newest, *extra))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     dtype=st.sampled_from([jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16]),
