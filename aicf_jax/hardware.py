@@ -15,9 +15,9 @@ from typing import Any
 from aicf_jax.ops import FusedOp
 from gpu_probe import units
 from gpu_probe.property_map import PropertyMap
+from mcir.schedule import BANDWIDTHS
 
 #: What tells each, best first; ``{}`` is a dtype.
-BANDWIDTHS = ("dram.bw_copy", "dram.bw_read", "dram.bw")
 RATES = ("gemm.{}", "tensor.{}", "vector.{}")
 EXPONENTIALS = ("sfu.exp_rate",)
 LAUNCHES = ("launch.graph", "launch.stream")

@@ -50,8 +50,9 @@ def unavailable() -> Unavailable | None:
     return None
 
 
-#: Contracted multiplications and additions; Triton warns where nobody says.
-_OPTIONS = {"backend_options": {"enable_fp_fusion": True}}
+#: Contracted multiplications and additions; Triton warns where nobody says. PTX of CUDA 12.8: for GPUs from Hopper on
+#: Triton writes what its own assembler reads, which may be newer than the one that XLA calls.
+_OPTIONS = {"backend_options": {"enable_fp_fusion": True, "ptx_version": 87}}
 
 
 def _versions() -> str:

@@ -7,7 +7,7 @@ it is called, and so imported, when a kernel runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, row_axes, rows_given
@@ -16,20 +16,23 @@ from aicf_jax.kernels._kernel import ANY, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 
-#: All that a library is told of: what else a kind of attention says must be nothing.
+#: All that a library is told of; what else a kind of attention says must be nothing, or be told by who says so.
 _TOLD = (
     *("sizes", "roles", "q", "k", "v", "out", "rows", "dtypes"),
     *("scale", "softcap", "band", "base"),
 )
 
 
-def capabilities(text: str, fits: Callable[[Variant], bool]) -> dict[str, Any]:
-    """What a forward can take: a kind of attention that `fits`, of which `text` tells, in one 16-bit type."""
+def capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict[str, Any]:
+    """What a forward can take: a kind of attention that `fits`, of which `text` tells, in one 16-bit type.
+
+    `told`: fields of `Variant` that its library is told of besides.
+    """
     return {
         "operand_dtypes": tuple((t, t) for t in NARROW),
         "output_dtype": NARROW,
         "steps": ANY,
-        "variant": _variants(text, fits),
+        "variant": _variants(text, fits, told),
     }
 
 
@@ -39,11 +42,11 @@ def gradient_capabilities(text: str, fits: Callable[[Variant], bool]) -> dict[st
     return {"dtypes": dtypes, "variant": _variants(text, fits)}
 
 
-def _variants(text: str, fits: Callable[[Variant], bool]) -> Where:
+def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = ()) -> Where:
     def holds(item: Any) -> bool:
         if not isinstance(item, Variant):
             return False
-        untold = [getattr(item, f.name) for f in dataclasses.fields(item) if f.name not in _TOLD]
+        untold = [getattr(item, f.name) for f in dataclasses.fields(item) if f.name not in (*_TOLD, *told)]
         depths = {item.size(item.roles.depth), item.size(item.roles.value_depth)}
         plain = not any(untold) and len(depths) == 1 and len(set(item.dtypes)) == 1
         return plain and item.dtypes[0] in NARROW and fits(item)
@@ -51,17 +54,21 @@ def _variants(text: str, fits: Callable[[Variant], bool]) -> Where:
     return Where(f"Q, K, V and a result of one 16-bit type, {text}", holds)
 
 
-def forward(library: Callable[[], Any]) -> tuple[Any, Any]:
-    """``run`` and ``save`` of a `Kernel`."""
+def _nothing(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
+    return {}
+
+
+def forward(library: Callable[[], Any], beside: Callable[..., dict[str, Any]] = _nothing) -> dict[str, Any]:
+    """``run`` and ``save`` of a `Kernel`. ``beside(op, variant, inputs)``: what the library is told of besides."""
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-        return _forward(library(), op, inputs, saving=False)
+        return _forward(library(), beside, op, inputs, saving=False)
 
     def save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        out, m, total = _forward(library(), op, inputs, saving=True)
+        out, m, total = _forward(library(), beside, op, inputs, saving=True)
         return (out,), (m, total)
 
-    return run, save
+    return {"run": run, "save": save}
 
 
 def _equation(v: Variant) -> dict[str, Any]:
@@ -74,11 +81,10 @@ def _equation(v: Variant) -> dict[str, Any]:
     }
 
 
-def _forward(library: Any, op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
-    v = variant(op)
-    assert isinstance(v, Variant)
+def _forward(library: Any, beside: Callable[..., Any], op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
+    v = known(op)
     arrays = (given(v, a, inputs[a.argument]) for a in (v.q, v.k, v.v))
-    out, *statistics = library.forward(*arrays, **_equation(v), with_statistics=saving)
+    out, *statistics = library.forward(*arrays, **_equation(v), **beside(op, v, inputs), with_statistics=saving)
     out = _back(v, v.out, op.out_avals[0].shape, out)
     if not saving:
         return (out,)
@@ -91,27 +97,37 @@ def _back(v: Variant, array: Array, shape: tuple[int, ...], x: Any) -> Any:
     return laid_out(v, layouts(v, array)[chosen(v, array)[0]], array, shape, x)
 
 
-def gradient(library: Callable[[], Any]) -> Any:
-    """``run`` of a `Kernel` for the gradients of Q, K and V, from the result and the statistics of its rows."""
+def known(op: FusedOp) -> Variant:
+    """The kind of attention of an operation that a kernel takes, or that it is the gradient of."""
+    found = variant(op if op.gradient_of is None else op.gradient_of[0])
+    assert isinstance(found, Variant)
+    return found
+
+
+def gradient(library: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
+    """``run`` of a `Kernel` for the gradients of Q, K and V, from the result and the statistics of its rows.
+
+    An array may be several of the three; its gradient is the sum of theirs.
+    """
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
         assert op.gradient_of is not None
-        origin, wanted = op.gradient_of
-        v = variant(origin)
-        assert isinstance(v, Variant)
+        v, (origin, wanted) = known(op), op.gradient_of
         out, m, total, dout = inputs[len(origin.in_avals) :]
-        arrays = {array.argument: (name, array) for name, array in (("q", v.q), ("k", v.k), ("v", v.v))}
-        found = library().backward(
-            *(given(v, array, inputs[array.argument]) for array in (v.q, v.k, v.v)),
+        arrays = (v.q, v.k, v.v)
+        gradients = library().backward(
+            *(given(v, a, inputs[a.argument]) for a in arrays),
             given(v, v.out, out),
             rows_given(v, m * v.base if v.base != 1.0 else m),
             rows_given(v, total),
             given(v, v.out, dout),
             **_equation(v),
-            wanted=tuple(arrays[i][0] for i in wanted),
         )
-        gradients = dict(zip("qkv", found, strict=True))
-        return tuple(_back(v, arrays[i][1], origin.in_avals[i].shape, gradients[arrays[i][0]]) for i in wanted)
+        found: dict[int, Any] = {}
+        for a, x in zip(arrays, gradients, strict=True):
+            x = _back(v, a, origin.in_avals[a.argument].shape, x)
+            found[a.argument] = found[a.argument] + x if a.argument in found else x
+        return tuple(found[i] for i in wanted)
 
     return run
 

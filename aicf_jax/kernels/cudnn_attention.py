@@ -10,16 +10,13 @@ from aicf_jax.kernels._attention import capabilities, forward
 from aicf_jax.kernels._cudnn import TARGETS, TEXT, available, fits, library, ranked_bytes
 from aicf_jax.kernels._kernel import Kernel
 
-_RUN, _SAVE = forward(library)
-
 KERNEL = Kernel(
     "cudnn_attention",
     "attention",
     ("cuda",),
     capabilities(TEXT, fits),
-    _RUN,
+    **forward(library),
     cost_bytes=ranked_bytes,
-    save=_SAVE,
     targets=TARGETS,
     opaque=True,
     with_devices=True,

@@ -20,16 +20,13 @@ def _library() -> Any:
     return portable
 
 
-_RUN, _SAVE = forward(_library)
-
 KERNEL = Kernel(
     "triton_attention",
     "attention",
     ("cuda",),
     capabilities(*attention_fits()),
-    _RUN,
+    **forward(_library),
     cost_bytes=moved_bytes,
-    save=_SAVE,
     targets=TARGETS,
     opaque=True,
     available=available,

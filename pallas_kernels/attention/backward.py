@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import keys_gradient, queries_gradient
-from pallas_kernels.attention.gradient_problem import BackwardConfig, Problem, default_backward, padded_rows
+from pallas_kernels.attention.arguments import check_results, check_scores, sizes
+from pallas_kernels.attention.gradient_problem import ATOM_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
-
-_LAYOUTS = ("bshd", "bhsd")
 
 
 def backward(
@@ -66,56 +66,19 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    p = _problem((q, k, v, out, dout), (m, l), scale, Band(lower, upper), softcap, layouts, config, bool(interpret))
+    of = sizes("backward", q, k, v, layouts, lambda d: d in (64, 128), "heads of length 64 or 128")
+    check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
+    check_results("backward", of, layouts[3], q, out, dout, m, l)
+    config = config or default_backward(of.depth, softcap is None and lower is None)
+    p = Problem(
+        *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret)
+    )
     row = layouts[3].index("s"), p.queries
     rows, keys = (layouts[0].index("s"), p.queries), [(x.index("s"), p.keys) for x in layouts[1:3]]
     q, k, v, out, dout = (
-        _padded(x, *dim) for x, dim in zip((q, k, v, out, dout), (rows, *keys, row, row), strict=True)
+        padded(x, dim, ATOM_ROWS) for x, (dim, _) in zip((q, k, v, out, dout), (rows, *keys, row, row), strict=True)
     )
-    m, l = (_padded(x, 2, p.queries) for x in (m, l))
+    m, l = (padded(x, 2, ATOM_ROWS) for x in (m, l))
     dq, logs, delta = queries_gradient.call(p, interpret)(q, k, v, out, dout, m, l)
     dk, dv = keys_gradient.call(p, interpret)(q, k, v, dout, logs, delta)
-    return _cut(dq, *rows), _cut(dk, *keys[0]), _cut(dv, *keys[1])
-
-
-def _padded(x: Any, dim: int, length: int) -> Any:
-    more = padded_rows(length) - length
-    return jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)]) if more else x
-
-
-def _cut(x: Any, dim: int, length: int) -> Any:
-    return x if x.shape[dim] == length else jax.lax.slice_in_dim(x, 0, length, axis=dim)
-
-
-def _expect(name: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ValueError(f"backward({name}=...): expected {expected}, found {found!r}")
-
-
-def _problem(
-    arrays: tuple[Any, ...], statistics: tuple[Any, ...], scale: float, band: Band, softcap: float | None,
-    layouts: Any, config: BackwardConfig | None, simulated: bool,
-) -> Problem:  # fmt: skip
-    _expect("layouts", len(layouts) == 4 and set(layouts) <= set(_LAYOUTS), f"four of {', '.join(_LAYOUTS)}", layouts)
-    dtype, sizes = arrays[0].dtype, {}
-    _expect("q", str(dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(dtype))
-    for name, x, layout in zip(("q", "k", "v", "out", "dout"), arrays, (*layouts, layouts[3]), strict=True):
-        _expect(name, x.dtype == dtype, f"q's dtype {dtype}", str(x.dtype))
-        _expect(name, x.ndim == 4 and 0 not in x.shape, "four dimensions, none of them empty", x.shape)
-        sizes[name] = dict(zip(layout, x.shape, strict=True))
-    of_q, of_k = sizes["q"], sizes["k"]
-    _expect("q", of_q["d"] in (64, 128), "heads of length 64 or 128", arrays[0].shape)
-    _expect("k", all(of_k[d] == of_q[d] for d in "bd"), "the batch and the head length of q", arrays[1].shape)
-    _expect("k", of_q["h"] % of_k["h"] == 0, f"a number of heads that divides {of_q['h']}", arrays[1].shape)
-    _expect("v", sizes["v"] == of_k, f"the sizes of k, {of_k}", arrays[2].shape)
-    for name, x in (("out", arrays[3]), ("dout", arrays[4])):
-        _expect(name, sizes[name] == of_q, f"the sizes of q, {of_q}", x.shape)
-    rows = of_q["b"], of_q["h"], of_q["s"]
-    for name, x in zip("ml", statistics, strict=True):
-        _expect(name, x.shape == rows and x.dtype == jnp.float32, f"float32 {rows}", (x.shape, str(x.dtype)))
-    _expect("scale", 0 < scale < 1e6, "a positive number", scale)
-    _expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
-    return Problem(
-        rows[0], rows[1], of_k["h"], rows[2], of_k["s"], of_q["d"], jnp.dtype(dtype), tuple(layouts), float(scale),
-        band, softcap, config or default_backward(of_q["d"], softcap is None and band.lower is None), simulated,
-    )  # fmt: skip
+    return cut(dq, *rows), cut(dk, *keys[0]), cut(dv, *keys[1])

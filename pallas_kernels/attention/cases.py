@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.device import forward_case
-from pallas_kernels.attention.device_gradient import gradient_case
+from pallas_kernels.attention.device import SelfAttention, forward_case, gradient_case
 from pallas_kernels.attention.device_sides import beside_case
 
 
@@ -223,17 +222,17 @@ DECODE: Mapping[str, Case] = {
 
 #: Checked and timed on a GPU.
 DEVICE = (
-    forward_case(4, 2048, 16, 64, causal=True),
-    forward_case(4, 2048, 16, 64),
-    forward_case(4, 2048, 16, 128, causal=True),
-    forward_case(4, 2048, 16, 128),
-    forward_case(2, 4096, 16, 128, causal=True, dtype="float16"),
-    forward_case(2, 4096, 16, 128, causal=True, kv_heads=4),
-    forward_case(2, 4096, 16, 64, causal=True, window=512),
-    forward_case(4, 1000, 16, 64, causal=True),
-    forward_case(2, 2048, 16, 256, causal=True),
-    forward_case(4, 2048, 16, 80),
-    forward_case(4, 2048, 16, 96, causal=True),
+    forward_case(SelfAttention(4, 2048, 16, 64, causal=True)),
+    forward_case(SelfAttention(4, 2048, 16, 64)),
+    forward_case(SelfAttention(4, 2048, 16, 128, causal=True)),
+    forward_case(SelfAttention(4, 2048, 16, 128)),
+    forward_case(SelfAttention(2, 4096, 16, 128, causal=True, dtype="float16")),
+    forward_case(SelfAttention(2, 4096, 16, 128, causal=True, kv_heads=4)),
+    forward_case(SelfAttention(2, 4096, 16, 64, causal=True, window=512)),
+    forward_case(SelfAttention(4, 1000, 16, 64, causal=True)),
+    forward_case(SelfAttention(2, 2048, 16, 256, causal=True)),
+    forward_case(SelfAttention(4, 2048, 16, 80)),
+    forward_case(SelfAttention(4, 2048, 16, 96, causal=True)),
     beside_case(4, 2048, 2048, 16, 128, "padding", causal=True),
     beside_case(4, 2048, 2048, 16, 64, "segments", causal=True),
     beside_case(4, 2048, 2048, 16, 64, "mask"),
@@ -241,11 +240,11 @@ DEVICE = (
     beside_case(4, 2048, 2048, 16, 128, "padding", "bias"),
     beside_case(8, 1, 16384, 32, 128, "padding", kv_heads=8),
     beside_case(1, 8, 16384, 32, 128, kv_heads=8, causal=True),
-    gradient_case(4, 2048, 16, 64, causal=True),
-    gradient_case(4, 2048, 16, 64),
-    gradient_case(4, 2048, 16, 128, causal=True),
-    gradient_case(4, 2048, 16, 128),
-    gradient_case(2, 4096, 16, 128, causal=True, dtype="float16", kv_heads=4),
-    gradient_case(2, 4096, 16, 64, causal=True, window=512),
-    gradient_case(4, 1000, 16, 64, causal=True),
+    gradient_case(SelfAttention(4, 2048, 16, 64, causal=True)),
+    gradient_case(SelfAttention(4, 2048, 16, 64)),
+    gradient_case(SelfAttention(4, 2048, 16, 128, causal=True)),
+    gradient_case(SelfAttention(4, 2048, 16, 128)),
+    gradient_case(SelfAttention(2, 4096, 16, 128, causal=True, dtype="float16", kv_heads=4)),
+    gradient_case(SelfAttention(2, 4096, 16, 64, causal=True, window=512)),
+    gradient_case(SelfAttention(4, 1000, 16, 64, causal=True)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels import _compat, _mosaic
+from pallas_kernels._arguments import expect_attribute
 
 #: Queries that a warpgroup handles: one wgmma is 64 rows high.
 QUERY_ROWS = 64
@@ -55,15 +56,11 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         # A float32 block of scores takes block_k / 2 registers of each thread, beside those of the result.
-        self._check("block_k", self.block_k in (64, 128), "64 or 128")
-        self._check("stages", self.stages >= 1, "at least 1")
-        self._check("warpgroups", self.warpgroups in (1, 2), "1 or 2")
-        self._check("ping_pong", not self.ping_pong or self.warpgroups == 2, "False for one warpgroup")
-        self._check("splits", self.splits >= 1, "at least 1")
-
-    def _check(self, name: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"ForwardConfig({name}=...): expected {expected}, found {getattr(self, name)!r}")
+        expect_attribute(self, "block_k", self.block_k in (64, 128), "64 or 128")
+        expect_attribute(self, "stages", self.stages >= 1, "at least 1")
+        expect_attribute(self, "warpgroups", self.warpgroups in (1, 2), "1 or 2")
+        expect_attribute(self, "ping_pong", not self.ping_pong or self.warpgroups == 2, "False for one warpgroup")
+        expect_attribute(self, "splits", self.splits >= 1, "at least 1")
 
     @property
     def rows(self) -> int:

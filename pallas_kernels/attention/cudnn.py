@@ -8,7 +8,6 @@ the public function has it in 16 bits only. Sums of the backward have no fixed o
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -110,8 +109,7 @@ def backward(
     upper: int | None = None,
     softcap: float | None = None,
     layouts: tuple[str, ...] = ("bshd",) * 4,
-    wanted: Collection[str] = ("q", "k", "v"),
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, ...]:
     """``(dQ, dK, dV)``. Arguments and results as those of `portable.backward`; out, m and l are computed again.
 
     Raises:
@@ -121,5 +119,5 @@ def backward(
     equation = _equation("backward", q, k, layouts, scale, (lower, upper), softcap)
     given = [_turned(x, layout) for x, layout in zip((q, k, v), layouts, strict=False)]
     _, pull = jax.vjp(functools.partial(_attention, **equation), *given)
-    found = zip("qkv", pull(_turned(dout, layouts[3])), layouts, strict=False)
-    return tuple(_turned(x, layout) if name in wanted else None for name, x, layout in found)
+    found = zip(pull(_turned(dout, layouts[3])), layouts, strict=False)
+    return tuple(_turned(x, layout) for x, layout in found)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
+from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import merge, online, sides
 from pallas_kernels.attention.config import QUERY_ROWS, ForwardConfig, head_swizzle
 from pallas_kernels.attention.gradient_problem import at
@@ -90,23 +91,13 @@ def forward(
         q, k, v, scale=scale, lower=lower, upper=upper, softcap=softcap, arrays=arrays, bias_factor=bias_factor,
         fill=fill, layouts=layouts, with_statistics=with_statistics, config=config, simulated=interpret is not None,
     )  # fmt: skip
-    operands = [_padded(x, layout) for x, layout in zip((q, k, v), layouts, strict=False)]
+    operands = [padded(x, layout.index("s"), ATOM_ROWS) for x, layout in zip((q, k, v), layouts, strict=False)]
     beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k)
     out, *statistics = _call(p, interpret, beside)(*operands, *beside)
     if p.config.splits > 1:
         out, *statistics = merge.merged(p, out, *statistics)
-    found = _cut(out, layouts[3].index("s"), p.queries), *(_cut(x, 2, p.queries) for x in statistics)
+    found = cut(out, layouts[3].index("s"), p.queries), *(cut(x, 2, p.queries) for x in statistics)
     return found if unpack is None else unpack(*found)
-
-
-def _padded(x: Any, layout: str) -> Any:
-    dim = layout.index("s")
-    more = -x.shape[dim] % ATOM_ROWS
-    return jnp.pad(x, [(0, more if d == dim else 0) for d in range(4)]) if more else x
-
-
-def _cut(x: Any, dim: int, length: int) -> Any:
-    return x if x.shape[dim] == length else jax.lax.slice_in_dim(x, 0, length, axis=dim)
 
 
 def _call(p: Problem, interpret: Any, beside: Sequence[Any]) -> Any:

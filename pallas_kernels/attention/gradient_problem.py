@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
+from pallas_kernels._arguments import expect_attribute
 from pallas_kernels.attention.scores import Band
 
 #: Rows of a warpgroup: one wgmma is 64 high.
@@ -22,7 +23,7 @@ WARPGROUPS = 2
 CTA_ROWS = ROWS * WARPGROUPS
 
 #: Lengths are padded to multiples of it: a TMA descriptor tiles arrays by atoms of shared memory of so many rows.
-_ATOM_ROWS = 8
+ATOM_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +45,9 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         # Two float32 tiles, of P and dP, take a register of each thread for each column.
-        self._check("block_k", self.block_k in (64, 128), "64 or 128")
-        self._check("block_q", self.block_q in (32, 64, 128), "32, 64 or 128")
-        self._check("stages", self.stages >= 2, "at least 2")
-
-    def _check(self, name: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"BackwardConfig({name}=...): expected {expected}, found {getattr(self, name)!r}")
+        expect_attribute(self, "block_k", self.block_k in (64, 128), "64 or 128")
+        expect_attribute(self, "block_q", self.block_q in (32, 64, 128), "32, 64 or 128")
+        expect_attribute(self, "stages", self.stages >= 2, "at least 2")
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of the kernel that takes more of it, with barriers and what aligns blocks."""
@@ -97,7 +94,7 @@ class Problem:
 
     def like(self, layout: str, heads: int, length: int) -> Any:
         """The type of an array with padded rows."""
-        sizes = {"b": self.batch, "h": heads, "s": padded_rows(length), "d": self.head_dim}
+        sizes = {"b": self.batch, "h": heads, "s": length + -length % ATOM_ROWS, "d": self.head_dim}
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in layout), self.dtype)
 
     def row_numbers(self) -> Any:
@@ -108,17 +105,12 @@ class Problem:
     def tiles(self, count: int, rows: int, columns: int | None = None) -> Any:
         """Shared memory for 16-bit tiles that are multiplied. As high as an atom is wide, or higher."""
         gpu, width = _mosaic.mosaic().gpu, min(64, self.config.block_q)
-        transforms = gpu.TilingTransform((_ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)
+        transforms = gpu.TilingTransform((ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)
         return gpu.SMEM((count, rows, columns or self.head_dim), self.dtype, transforms=transforms)
 
     def staging(self, columns: int) -> dict[str, Any]:
         """Shared memory that the simulator wants for operands that are in registers elsewhere."""
         return {"staging": self.tiles(WARPGROUPS, ROWS, columns)} if self.simulated else {}
-
-
-def padded_rows(length: int) -> int:
-    """Rows of an array that TMA can tile."""
-    return length + -length % _ATOM_ROWS
 
 
 def kernel(

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
+from pallas_kernels.attention.arguments import Sizes, check_results, check_scores, sizes
 
 _MODULE = "pallas_kernels.attention.triton_kernels"
-
-LAYOUTS = ("bshd", "bhsd")
 
 #: The longest head.
 MAX_HEAD = 256
@@ -101,6 +99,11 @@ class Problem:
     upper: int | None
     softcap: float | None
 
+    @property
+    def sizes(self) -> Sizes:
+        """Without the equation."""
+        return Sizes(self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.depth)
+
     def strides(self, name: str, layout: str) -> dict[str, int]:
         """Elements between batches, heads and rows of an array: q and out have the queries, k and v the keys."""
         heads, rows = (self.heads, self.queries) if name in ("q", "out") else (self.kv_heads, self.keys)
@@ -128,34 +131,12 @@ class Problem:
         return math.ceil(self.keys / block) * self.kv_heads * self.batch
 
 
-def _expect(function: str, name: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ValueError(f"{function}({name}=...): expected {expected}, found {found!r}")
-
-
-def _problem(function: str, q: Any, k: Any, v: Any, layouts: tuple[str, ...], **equation: Any) -> Problem:
-    def expect(name: str, ok: bool, expected: str, found: object) -> None:
-        _expect(function, name, ok, expected, found)
-
-    expect("layouts", len(layouts) == 4 and set(layouts) <= set(LAYOUTS), f"four of {', '.join(LAYOUTS)}", layouts)
-    expect("q", str(q.dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(q.dtype))
-    sizes = {}
-    for name, x, layout in zip("qkv", (q, k, v), layouts, strict=False):
-        expect(name, x.dtype == q.dtype, f"q's dtype {q.dtype}", str(x.dtype))
-        expect(name, x.ndim == 4 and 0 not in x.shape, "four dimensions, none of them empty", x.shape)
-        sizes[name] = dict(zip(layout, x.shape, strict=True))
-    of_q, of_k = sizes["q"], sizes["k"]
-    expect("q", of_q["d"] <= MAX_HEAD, f"heads of at most {MAX_HEAD}", q.shape)
-    fits = of_k["b"] == of_q["b"] and of_k["d"] == of_q["d"] and of_q["h"] % of_k["h"] == 0
-    expect("k", fits, "q's batch and head length, and a number of heads that divides q's", k.shape)
-    expect("v", sizes["v"] == of_k, f"the sizes of k, {of_k}", v.shape)
-    scale, lower, upper, softcap = (equation[name] for name in ("scale", "lower", "upper", "softcap"))
-    expect("scale", 0 < scale < 1e6, "a positive number", scale)
-    expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
-    expect("lower", lower is None or of_q["s"] - 1 + lower < of_k["s"], "a key for each query", lower)
-    expect("upper", upper is None or upper >= max(0, lower or 0), "a key for each query", upper)
-    sized = of_q["b"], of_q["h"], of_k["h"], of_q["s"], of_k["s"], of_q["d"]
-    return Problem(*sized, tuple(layouts), float(scale), lower, upper, None if softcap is None else float(softcap))
+def _problem(function: str, q: Any, k: Any, v: Any, layouts: tuple[str, ...], **scores: Any) -> Problem:
+    of = sizes(function, q, k, v, layouts, lambda d: d <= MAX_HEAD, f"heads of at most {MAX_HEAD}")
+    check_scores(function, of, **scores)
+    softcap = scores["softcap"]
+    limits = scores["lower"], scores["upper"]
+    return Problem(*of, tuple(layouts), float(scores["scale"]), *limits, None if softcap is None else float(softcap))
 
 
 def forward(
@@ -182,7 +163,7 @@ def forward(
     """
     p = _problem("forward", q, k, v, layouts, scale=scale, lower=lower, upper=upper, softcap=softcap)
     c = config or default_forward(p.depth, softcap is not None)
-    shape = tuple({"b": p.batch, "h": p.heads, "s": p.queries, "d": p.depth}[d] for d in layouts[3])
+    shape = p.sizes.of_result(layouts[3])
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32) if with_statistics else None
     found = _triton.call(
         _MODULE,
@@ -213,10 +194,9 @@ def backward(
     upper: int | None = None,
     softcap: float | None = None,
     layouts: tuple[str, ...] = ("bshd",) * 4,
-    wanted: Collection[str] = ("q", "k", "v"),
     config: BackwardConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(dQ, dK, dV)``, laid out and of the types of q, k and v; accumulated in float32.
 
     Args:
@@ -232,7 +212,6 @@ def backward(
       upper: likewise.
       softcap: likewise.
       layouts: of q, k, v and out.
-      wanted: of which of ``"q"``, ``"k"`` and ``"v"``; None in place of the others.
       config: tiles; by the length of heads unless told otherwise.
       interpret: by Triton's interpreter, on the CPU.
 
@@ -240,23 +219,14 @@ def backward(
       ValueError: naming the argument, what was expected, what was found.
     """
     p = _problem("backward", q, k, v, layouts, scale=scale, lower=lower, upper=upper, softcap=softcap)
-    shape = tuple({"b": p.batch, "h": p.heads, "s": p.queries, "d": p.depth}[d] for d in layouts[3])
-    for name, x in (("out", out), ("dout", dout)):
-        _expect("backward", name, x.shape == shape and x.dtype == q.dtype, f"{q.dtype} {shape}", x)
-    for name, x in (("m", m), ("l", l)):
-        rows = p.batch, p.heads, p.queries
-        _expect("backward", name, x.shape == rows and x.dtype == jnp.float32, f"float32 {rows}", x)
+    check_results("backward", p.sizes, layouts[3], q, out, dout, m, l)
     c = config or default_backward(p.depth, softcap is not None)
     needed = _rows(p, c, out, dout, m, l, interpret)
-    dq = dk = dv = None
     given = {"q": q, "k": k, "v": v, "dout": dout, **needed}
-    if "q" in wanted:
-        dq = _gradient(p, c.queries, "attention_query_gradient", given, {"dq": q}, p.query_blocks, interpret)["dq"]
-    if "k" in wanted or "v" in wanted:
-        results = {"dk": k, "dv": v}
-        found = _gradient(p, c.keys, "attention_key_gradient", given, results, p.key_blocks, interpret)
-        dk, dv = (found[f"d{name}"] if name in wanted else None for name in ("k", "v"))
-    return dq, dk, dv
+    found = _gradient(p, c.queries, "attention_query_gradient", given, {"dq": q}, p.query_blocks, interpret)
+    results = {"dk": k, "dv": v}
+    found |= _gradient(p, c.keys, "attention_key_gradient", given, results, p.key_blocks, interpret)
+    return found["dq"], found["dk"], found["dv"]
 
 
 def _rows(p: Problem, c: BackwardConfig, out: Any, dout: Any, m: Any, l: Any, interpret: bool) -> dict[str, Any]:

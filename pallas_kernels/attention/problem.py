@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _arguments, _mosaic
+from pallas_kernels.attention import arguments
 from pallas_kernels.attention.config import (
     HEAD_ATOM,
     MAX_HEAD_DIM,
@@ -20,9 +22,9 @@ from pallas_kernels.attention.config import (
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides
 
-LAYOUTS = ("bshd", "bhsd")
-
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
+
+expect = functools.partial(_arguments.expect, "forward")
 
 _NUMBERS = f"numbers of type {', '.join(_BIAS_DTYPES)}"
 _TYPES = {"segments": "integers of at most 32 bits", "mask": "truth values", "bias": _NUMBERS, "key_bias": _NUMBERS}
@@ -72,27 +74,16 @@ class Problem:
         return -(-self.key_blocks // self.config.splits)
 
 
-def expect(name: str, ok: bool, expected: str, found: object) -> None:
-    """Raises ValueError naming an argument of `forward`, unless it is as expected."""
-    if not ok:
-        raise ValueError(f"forward({name}=...): expected {expected}, found {found!r}")
-
-
 def problem(
     q: Any, k: Any, v: Any, *, scale: float, lower: int | None, upper: int | None, softcap: float | None,
     arrays: Arrays, bias_factor: float, fill: float, layouts: Any, with_statistics: bool, config: ForwardConfig | None,
     simulated: bool,
 ) -> Problem:  # fmt: skip
     """The problem of these arguments of `forward`. Raises ValueError where they do not fit."""
-    expect("layouts", len(layouts) == 4 and set(layouts) <= set(LAYOUTS), f"four of {', '.join(LAYOUTS)}", layouts)
-    sizes = _sizes(q, k, v, layouts)
-    expect("scale", 0 < scale < 1e6, "a positive number", scale)
-    expect("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
-    batch, heads, queries, head_dim = (sizes["q"][d] for d in "bhsd")
-    keys = sizes["k"]["s"]
-    expect("lower", lower is None or queries - 1 + lower < keys, "a key for each query", lower)
-    expect("upper", upper is None or upper >= 0, "a key for each query", upper)
-    expect("upper", lower is None or upper is None or lower <= upper, f"at least the lower limit {lower}", upper)
+    depths = f"heads whose length is a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}"
+    of = arguments.sizes("forward", q, k, v, layouts, is_head_dim, depths)
+    arguments.check_scores("forward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
+    batch, heads, kv_heads, queries, keys, head_dim = of
     _check_sides((batch, heads, queries, keys), arrays, bias_factor, fill)
     found = arrays.described(bias_factor, fill)
     ctas = batch * heads * -(-queries // QUERY_ROWS)
@@ -100,25 +91,9 @@ def problem(
         head_dim, found.per_score, found.per_key, ctas, queries, keys, _mosaic.sm_count()
     )
     return Problem(
-        batch, heads, sizes["k"]["h"], queries, keys, head_dim, jnp.dtype(q.dtype), tuple(layouts), float(scale), lower,
+        batch, heads, kv_heads, queries, keys, head_dim, jnp.dtype(q.dtype), tuple(layouts), float(scale), lower,
         upper, softcap, found, with_statistics, config, simulated,
     )  # fmt: skip
-
-
-def _sizes(q: Any, k: Any, v: Any, layouts: Any) -> dict[str, dict[str, int]]:
-    expect("q", str(q.dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(q.dtype))
-    sizes = {}
-    for name, x, layout in zip("qkv", (q, k, v), layouts, strict=False):
-        expect(name, x.dtype == q.dtype, f"q's dtype {q.dtype}", str(x.dtype))
-        expect(name, x.ndim == 4, "four dimensions", x.shape)
-        expect(name, 0 not in x.shape, "no empty dimension", x.shape)
-        sizes[name] = dict(zip(layout, x.shape, strict=True))
-    head_dims = f"heads whose length is a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}"
-    expect("q", is_head_dim(sizes["q"]["d"]), head_dims, q.shape)
-    expect("k", all(sizes["k"][d] == sizes["q"][d] for d in "bd"), "the batch and the head length of q", k.shape)
-    expect("k", sizes["q"]["h"] % sizes["k"]["h"] == 0, f"a number of heads that divides {sizes['q']['h']}", k.shape)
-    expect("v", sizes["v"] == sizes["k"], f"the sizes of k, {sizes['k']}", v.shape)
-    return sizes
 
 
 def _check_sides(sizes: tuple[int, int, int, int], arrays: Arrays, factor: float, fill: float) -> None:

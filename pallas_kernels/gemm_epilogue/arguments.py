@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pallas_kernels import _mosaic
+from pallas_kernels._arguments import expect
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
 
 Tile = TypeVar("Tile", bound=tuple[Any, ...])
-
-
-def expect(function: str, name: str, ok: bool, expected: str, found: object) -> None:
-    """Raises ValueError unless `ok`, naming the argument, what was expected, what was found."""
-    if not ok:
-        raise ValueError(f"{function}({name}=...): expected {expected}, found {found!r}")
 
 
 @dataclasses.dataclass(frozen=True)

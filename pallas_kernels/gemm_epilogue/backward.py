@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
+from pallas_kernels._arguments import expect
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
-from pallas_kernels.gemm_epilogue.arguments import checked, expect
+from pallas_kernels.gemm_epilogue.arguments import checked
 from pallas_kernels.gemm_epilogue.config import (
     ATOM_ROWS,
     BackwardConfig,

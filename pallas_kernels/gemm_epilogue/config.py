@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
+from pallas_kernels._arguments import expect_attribute
 from pallas_kernels.gemm_epilogue.arguments import cheapest
 
 #: Widths of a row of shared memory that TMA and wgmma agree on, in bytes (swizzle modes).
@@ -22,11 +23,6 @@ ATOM_ROWS = 8
 def swizzle_of(itemsize: int, *contiguous: int) -> int | None:
     """The widest swizzle that divides rows of these lengths, None where not even the narrowest does."""
     return next((s for s in SWIZZLES if all(n * itemsize % s == 0 for n in contiguous)), None)
-
-
-def _check(owner: object, name: str, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{type(owner).__name__}({name}=...): expected {expected}, found {getattr(owner, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +52,22 @@ class ForwardConfig:
     sm_count: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "split", self.split in ("m", "n"), "'m' or 'n'")
+        expect_attribute(self, "split", self.split in ("m", "n"), "'m' or 'n'")
         m, n = self.warpgroup_tile
         # wgmma multiplies 64 rows by up to 256 columns; what is stored goes out 64 rows at a time.
-        _check(self, "tile_m", m > 0 and m % 64 == 0, "a multiple of 64 for each warpgroup")
-        _check(self, "tile_n", n > 0 and n % 64 == 0 and n <= 256, "a multiple of 64, at most 256, for each warpgroup")
-        _check(self, "tile_k", self.tile_k > 0 and self.tile_k % 64 == 0, "a multiple of 64")
+        expect_attribute(self, "tile_m", m > 0 and m % 64 == 0, "a multiple of 64 for each warpgroup")
+        expect_attribute(
+            self, "tile_n", n > 0 and n % 64 == 0 and n <= 256, "a multiple of 64, at most 256, for each warpgroup"
+        )
+        expect_attribute(self, "tile_k", self.tile_k > 0 and self.tile_k % 64 == 0, "a multiple of 64")
         # A float32 accumulator takes m * n / 128 registers of each thread, which has 232.
-        _check(self, "tile_m", m * n <= 64 * 256, "an accumulator of at most 64 * 256 elements for each warpgroup")
-        _check(self, "stages", self.stages >= 2, "at least 2")
-        _check(self, "store_n", self.store_n in (32, 64), "32 or 64")
-        _check(self, "group", self.group >= 1, "at least 1")
-        _check(self, "sm_count", self.sm_count is None or self.sm_count >= 1, "None or at least 1")
+        expect_attribute(
+            self, "tile_m", m * n <= 64 * 256, "an accumulator of at most 64 * 256 elements for each warpgroup"
+        )
+        expect_attribute(self, "stages", self.stages >= 2, "at least 2")
+        expect_attribute(self, "store_n", self.store_n in (32, 64), "32 or 64")
+        expect_attribute(self, "group", self.group >= 1, "at least 1")
+        expect_attribute(self, "sm_count", self.sm_count is None or self.sm_count >= 1, "None or at least 1")
 
     @property
     def warpgroup_tile(self) -> tuple[int, int]:
@@ -124,11 +124,13 @@ class BackwardConfig:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        _check(self, "block_m", self.block_m > 0 and self.block_m % 64 == 0, "a multiple of 64")
-        _check(self, "block_n", 0 < self.block_n <= 128 and self.block_n % 32 == 0, "a multiple of 32, at most 128")
-        _check(self, "warpgroups", 1 <= self.warpgroups <= 4, "1 to 4")
-        _check(self, "stages", self.stages >= 1, "at least 1")
-        _check(self, "groups", self.groups >= 1, "at least 1")
+        expect_attribute(self, "block_m", self.block_m > 0 and self.block_m % 64 == 0, "a multiple of 64")
+        expect_attribute(
+            self, "block_n", 0 < self.block_n <= 128 and self.block_n % 32 == 0, "a multiple of 32, at most 128"
+        )
+        expect_attribute(self, "warpgroups", 1 <= self.warpgroups <= 4, "1 to 4")
+        expect_attribute(self, "stages", self.stages >= 1, "at least 1")
+        expect_attribute(self, "groups", self.groups >= 1, "at least 1")
 
     def smem_bytes(self, loaded: Sequence[int], stored: int) -> int:
         """Shared memory it takes, for operands and a result of these item sizes."""

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
+from pallas_kernels._arguments import expect
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
-from pallas_kernels.gemm_epilogue.arguments import expect, product
+from pallas_kernels.gemm_epilogue.arguments import product
 from pallas_kernels.gemm_epilogue.config import (
     ATOM_ROWS,
     ForwardConfig,

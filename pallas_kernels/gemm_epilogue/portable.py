@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic, _triton
+from pallas_kernels._arguments import expect
 from pallas_kernels.gemm_epilogue.activations import ACTIVATIONS
-from pallas_kernels.gemm_epilogue.arguments import cheapest, checked, expect, product
+from pallas_kernels.gemm_epilogue.arguments import cheapest, checked, product
 
 _MODULE = "pallas_kernels.gemm_epilogue.triton_kernels"
 

@@ -19,7 +19,7 @@ from pallas_kernels.linear_cross_entropy.config import (
     WARPGROUP_ROWS,
     WARPGROUPS,
     cdiv,
-    padded,
+    rounded_up,
 )
 
 #: Registers of a thread of the warpgroup that loads, and of the others.
@@ -82,7 +82,7 @@ class Logits:
     def allocations(self) -> dict[str, Any]:
         """Shared memory for loads."""
         gpu = _mosaic.mosaic().gpu
-        lengths = (padded(n, ATOM_COLUMNS) for n in (self.depth, self.depth if self.trans_w else self.classes))
+        lengths = (rounded_up(n, ATOM_COLUMNS) for n in (self.depth, self.depth if self.trans_w else self.classes))
         swizzle = swizzle_of(2, *lengths)
         assert swizzle is not None
         w = (self.tile_v, TILE_DEPTH) if self.trans_w else (TILE_DEPTH, self.tile_v)

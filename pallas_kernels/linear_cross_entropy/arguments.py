@@ -6,10 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.gemm_epilogue.arguments import expect
+from pallas_kernels._arguments import expect
+from pallas_kernels._padding import padded
 from pallas_kernels.gemm_epilogue.config import ATOM_ROWS
 from pallas_kernels.linear_cross_entropy._products import Logits
-from pallas_kernels.linear_cross_entropy.config import ATOM_COLUMNS, TILE_ROWS, padded
+from pallas_kernels.linear_cross_entropy.config import ATOM_COLUMNS, TILE_ROWS
 
 
 def logits(
@@ -39,7 +40,7 @@ def logits(
 
 def aligned(*matrices: Any) -> tuple[Any, ...]:
     """Matrices with zeros at the end of dimensions that TMA could not move."""
-    return tuple(_padded(_padded(x, 0, ATOM_ROWS), 1, ATOM_COLUMNS) for x in matrices)
+    return tuple(padded(padded(x, 0, ATOM_ROWS), 1, ATOM_COLUMNS) for x in matrices)
 
 
 def labels_of(labels: Any, classes: int) -> Any:
@@ -50,9 +51,4 @@ def labels_of(labels: Any, classes: int) -> Any:
 
 def rows_of(numbers: Any) -> Any:
     """Numbers of rows, with zeros for those that blocks of rows have beyond the last one."""
-    return _padded(numbers, numbers.ndim - 1, TILE_ROWS)
-
-
-def _padded(x: Any, dim: int, to: int) -> Any:
-    more = padded(x.shape[dim], to) - x.shape[dim]
-    return jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)]) if more else x
+    return padded(numbers, numbers.ndim - 1, TILE_ROWS)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
-from pallas_kernels.gemm_epilogue.arguments import expect
+from pallas_kernels._arguments import expect
 from pallas_kernels.gemm_epilogue.config import swizzle_of
 from pallas_kernels.linear_cross_entropy._products import Logits, beside, columns, load, product, start_computing
 from pallas_kernels.linear_cross_entropy.arguments import aligned, labels_of, logits, rows_of
@@ -34,7 +34,7 @@ from pallas_kernels.linear_cross_entropy.config import (
     WARPGROUPS,
     BackwardConfig,
     default_backward,
-    padded,
+    rounded_up,
 )
 
 
@@ -163,7 +163,7 @@ def _logits_grad(p: Logits, c: BackwardConfig, x: Any, w: Any, labels: Any, rows
     gpu = _mosaic.mosaic().gpu
     return gpu.kernel(
         functools.partial(_body, p, c),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], padded(p.classes, ATOM_COLUMNS)), p.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], rounded_up(p.classes, ATOM_COLUMNS)), p.dtype),
         grid=(min(_mosaic.sm_count(c.sm_count), p.row_blocks * p.tiles),),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,

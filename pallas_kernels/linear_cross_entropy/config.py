@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels import _mosaic
+from pallas_kernels._arguments import expect_attribute
 
 #: Warpgroups that multiply, and rows that each one handles: one wgmma is 64 rows high.
 WARPGROUPS, WARPGROUP_ROWS = 2, 64
@@ -27,15 +28,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _check(owner: object, name: str, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{type(owner).__name__}({name}=...): expected {expected}, found {getattr(owner, name)!r}")
-
-
 def _check_tile(owner: ForwardConfig | BackwardConfig) -> None:
     # A float32 accumulator of 64 rows takes tile_v / 2 registers of each thread.
-    _check(owner, "tile_v", 0 < owner.tile_v <= 256 and owner.tile_v % 64 == 0, "a multiple of 64, at most 256")
-    _check(owner, "stages", owner.stages >= 2, "at least 2")
+    expect_attribute(
+        owner, "tile_v", 0 < owner.tile_v <= 256 and owner.tile_v % 64 == 0, "a multiple of 64, at most 256"
+    )
+    expect_attribute(owner, "stages", owner.stages >= 2, "at least 2")
 
 
 def _loads_bytes(tile_v: int, stages: int) -> int:
@@ -61,7 +59,7 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         _check_tile(self)
-        _check(self, "splits", self.splits >= 1, "at least 1")
+        expect_attribute(self, "splits", self.splits >= 1, "at least 1")
 
     def smem_bytes(self) -> int:
         """Shared memory it takes for 16-bit operands, with barriers and what aligns blocks."""
@@ -113,10 +111,12 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         _check_tile(self)
-        _check(self, "block", self.block > 0 and self.block % self.tile_v == 0, f"a multiple of {self.tile_v}")
-        _check(self, "group", self.group >= 1, "at least 1")
-        _check(self, "store_v", self.store_v in (32, 64), "32 or 64")
-        _check(self, "sm_count", self.sm_count is None or self.sm_count >= 1, "None or at least 1")
+        expect_attribute(
+            self, "block", self.block > 0 and self.block % self.tile_v == 0, f"a multiple of {self.tile_v}"
+        )
+        expect_attribute(self, "group", self.group >= 1, "at least 1")
+        expect_attribute(self, "store_v", self.store_v in (32, 64), "32 or 64")
+        expect_attribute(self, "sm_count", self.sm_count is None or self.sm_count >= 1, "None or at least 1")
 
     def smem_bytes(self) -> int:
         """Shared memory it takes for 16-bit operands, with barriers and what aligns blocks."""
@@ -141,6 +141,6 @@ def default_backward(rows: int, classes: int, sm_count: int | None = None) -> Ba
     return BackwardConfig(block=min(possible, key=cost), sm_count=sm_count)
 
 
-def padded(length: int, to: int) -> int:
+def rounded_up(length: int, to: int) -> int:
     """The next multiple."""
     return cdiv(length, to) * to

@@ -116,16 +116,16 @@ def interpreted(module):
 
 def on_a_cpu():
     """The kernels in Triton's interpreter."""
-    run, save = _gemm_epilogue.forward(lambda: interpreted(forward._library()))
+    always = lambda part: True  # noqa: E731
+    product = _gemm_epilogue.forward(lambda: interpreted(forward._library()), always)
+    slope = _gemm_epilogue.gradient(lambda: interpreted(gradient._library()), always)
     here = {"platforms": ("cpu",), "targets": None}
     norms = dataclasses.replace(
         _ampere.NORMS, targets=None, available=None, load=lambda: interpreted(_ampere.NORMS.load())
     )
     return (
-        dataclasses.replace(forward.KERNEL, run=run, save=save, **here),
-        dataclasses.replace(
-            gradient.KERNEL, run=_gemm_epilogue.gradient(lambda: interpreted(gradient._library())), **here
-        ),
+        dataclasses.replace(forward.KERNEL, **product, **here),
+        dataclasses.replace(gradient.KERNEL, **slope, **here),
         dataclasses.replace(_norm.forward_kernel("rms_norm", norms), platforms=("cpu",)),
         dataclasses.replace(_norm.gradient_kernel("rms_norm_grad", norms), platforms=("cpu",)),
     )
@@ -159,10 +159,9 @@ def attention_on_a_cpu():
         forward=functools.partial(portable.forward, interpret=True, config=tile),
         backward=functools.partial(portable.backward, interpret=True, config=tiles),
     )
-    run, save = _attention.forward(lambda: library)
     here = {"platforms": ("cpu",), "targets": None, "cost_bytes": lambda op: 0}
     return (
-        dataclasses.replace(triton_attention.KERNEL, run=run, save=save, **here),
+        dataclasses.replace(triton_attention.KERNEL, **_attention.forward(lambda: library), **here),
         dataclasses.replace(triton_attention_grad.KERNEL, run=_attention.gradient(lambda: library), **here),
     )
 
@@ -177,7 +176,14 @@ def powers_of_two(q, k, v):
     return jnp.einsum("hqk,hkd->hdq", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
 
 
+def one_array(x, v):
+    """What is Q and K has the sum of both gradients."""
+    p = jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", x, x).astype(jnp.float32) * 0.1)
+    return jnp.einsum("hqk,hkd->hqd", p.astype(v.dtype), v)
+
+
 ATTENTION = {
+    "one array": (one_array, ((3, 24, 16), (3, 24, 16))),
     "shared heads": (causal, ((2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 16))),
     "powers of two, keys by columns": (powers_of_two, ((3, 24, 16), (3, 16, 40), (3, 40, 16))),
 }

@@ -36,7 +36,7 @@ def struct(*shape, dtype="bfloat16"):
         (lambda: forward(q=struct(1, 4, 1, 16, dtype="float32")), r"forward\(q=...\): expected bfloat16 or float16"),
         (lambda: forward(q=struct(1, 4, 1, 257)), r"\(q=...\): expected heads of at most 256"),
         (lambda: forward(k=struct(1, 0, 1, 16)), r"\(k=...\): expected four dimensions, none of them empty"),
-        (lambda: forward(k=struct(1, 4, 2, 16)), r"\(k=...\): expected .* a number of heads that divides"),
+        (lambda: forward(k=struct(1, 4, 2, 16)), r"\(k=...\): expected a number of heads that divides"),
         (lambda: forward(v=struct(1, 5, 1, 16)), r"\(v=...\): expected the sizes of k"),
         (lambda: forward(scale=-1.0), "scale.*a positive number"),
         (lambda: forward(upper=-1), r"\(upper=...\): expected a key for each query"),
@@ -137,16 +137,12 @@ def assert_near(got, want, bound, size=0.0):
 
 
 @needs_triton
-def test_only_what_is_wanted_is_computed_and_twice_the_same():
+def test_gradients_are_the_same_bits_on_every_run():
     *given, dout = arrays((20, 20, 1, 1, 16), 1, "float16", ("bshd",) * 4)
     out, m, total = portable.forward(*given, with_statistics=True, config=TILE, interpret=True)
-    runs = [
-        portable.backward(*given, out, m, total, dout, wanted=wanted, config=TILES, interpret=True)
-        for wanted in (("q",), ("v",), ("q", "k", "v"))
-    ]
-    assert [[x is None for x in found] for found in runs] == [[False, True, True], [True, True, False], [False] * 3]
-    np.testing.assert_array_equal(runs[0][0], runs[2][0])
-    np.testing.assert_array_equal(runs[1][2], runs[2][2])
+    runs = [portable.backward(*given, out, m, total, dout, config=TILES, interpret=True) for _ in "ab"]
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @needs_triton

@@ -1,0 +1,73 @@
+"""The arguments that forward and backward take, whatever they run as, checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels._arguments import expect
+
+LAYOUTS = ("bshd", "bhsd")
+
+
+class Sizes(NamedTuple):
+    """Of Q, ``[batch, queries, heads, depth]`` in whatever order, and of K and V."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    depth: int
+
+    def of_result(self, layout: str) -> tuple[int, ...]:
+        """The shape of O, and of Q."""
+        return tuple({"b": self.batch, "h": self.heads, "s": self.queries, "d": self.depth}[d] for d in layout)
+
+
+def sizes(
+    function: str, q: Any, k: Any, v: Any, layouts: tuple[str, ...], is_depth: Callable[[int], bool], depths: str
+) -> Sizes:
+    """The sizes of three arrays that belong together, with heads whose length `is_depth`, of which `depths` tells.
+
+    Raises ValueError naming the argument of `function` that does not.
+    """
+    check = functools.partial(expect, function)
+    check("layouts", len(layouts) == 4 and set(layouts) <= set(LAYOUTS), f"four of {', '.join(LAYOUTS)}", layouts)
+    check("q", str(q.dtype) in ("bfloat16", "float16"), "bfloat16 or float16", str(q.dtype))
+    found = {}
+    for name, x, layout in zip("qkv", (q, k, v), layouts, strict=False):
+        check(name, x.dtype == q.dtype, f"q's dtype {q.dtype}", str(x.dtype))
+        check(name, x.ndim == 4 and 0 not in x.shape, "four dimensions, none of them empty", x.shape)
+        found[name] = dict(zip(layout, x.shape, strict=True))
+    of_q, of_k = found["q"], found["k"]
+    check("q", is_depth(of_q["d"]), depths, q.shape)
+    check("k", all(of_k[d] == of_q[d] for d in "bd"), "the batch and the head length of q", k.shape)
+    check("k", of_q["h"] % of_k["h"] == 0, f"a number of heads that divides {of_q['h']}", k.shape)
+    check("v", found["v"] == of_k, f"the sizes of k, {of_k}", v.shape)
+    return Sizes(of_q["b"], of_q["h"], of_k["h"], of_q["s"], of_k["s"], of_q["d"])
+
+
+def check_scores(
+    function: str, of: Sizes, *, scale: float, lower: int | None, upper: int | None, softcap: float | None
+) -> None:
+    """Raises ValueError unless these make scores of which each query has some."""
+    check = functools.partial(expect, function)
+    check("scale", 0 < scale < 1e6, "a positive number", scale)
+    check("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
+    check("lower", lower is None or of.queries - 1 + lower < of.keys, "a key for each query", lower)
+    check("upper", upper is None or upper >= 0, "a key for each query", upper)
+    check("upper", lower is None or upper is None or lower <= upper, f"at least the lower limit {lower}", upper)
+
+
+def check_results(function: str, of: Sizes, layout: str, q: Any, out: Any, dout: Any, m: Any, l: Any) -> None:
+    """Raises ValueError unless these are what the forward returned, and a cotangent of it."""
+    shape, rows = of.of_result(layout), (of.batch, of.heads, of.queries)
+    for name, x in (("out", out), ("dout", dout)):
+        expect(function, name, x.shape == shape and x.dtype == q.dtype, f"{q.dtype} {shape}", (x.shape, str(x.dtype)))
+    for name, x in (("m", m), ("l", l)):
+        ok = x.shape == rows and x.dtype == jnp.float32
+        expect(function, name, ok, f"float32 {rows}", (x.shape, str(x.dtype)))
