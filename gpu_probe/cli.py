@@ -199,20 +199,15 @@ def _dry_run(target: Target, chosen: Sequence[Probe], quick: bool, console: Cons
     return EXIT_WRONG if failed else EXIT_DONE
 
 
-def _path(source: str) -> str:
-    """A folder stands for the map in it."""
-    return str(Path(source) / MAP) if Path(source).is_dir() else source
-
-
 def _show(options: argparse.Namespace, console: Console) -> int:
-    console.print(report.map_table(PropertyMap.load(_path(options.map)), options.methods))
+    console.print(report.map_table(PropertyMap.load(options.map), options.methods))
     return EXIT_DONE
 
 
 def _plot(options: argparse.Namespace, console: Console) -> int:
     from gpu_probe import plots
 
-    source = Path(_path(options.map))
+    source = Path(options.map) / MAP if Path(options.map).is_dir() else Path(options.map)
     found = PropertyMap.load(source)
     beside = source.parent / SAMPLES
     try:
@@ -226,7 +221,7 @@ def _plot(options: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    first, second = (PropertyMap.load(_path(source)) for source in (options.first, options.second))
+    first, second = (PropertyMap.load(source) for source in (options.first, options.second))
     found = compare(first, second)
     console.print(report.difference_table(found, f"{first.name} and {second.name}", (options.first, options.second)))
     differ = [d.name for d in found if d.agrees is False]
