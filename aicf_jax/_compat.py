@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -331,6 +331,17 @@ def plain_context(eqn: Any) -> bool:
     return eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
 
 
+def context_of(eqn: Any) -> Hashable:
+    """What an equation was written under, apart from metadata, and from a mesh over which XLA decides all by itself.
+
+    jax sets that of arguments for some equations that it makes of batches, for no others beside them.
+    """
+    mesh = eqn.ctx.cur_abstract_mesh
+    names = [n for n in type(eqn.ctx).__slots__ if n not in ("cur_abstract_mesh", "xla_metadata", "__weakref__")]
+    decides = not (mesh.manual_axes or mesh.explicit_axes)
+    return (None if decides else mesh, *(getattr(eqn.ctx, n, None) for n in names))
+
+
 def register_checkify(primitive: Any, equations: Any) -> None:
     """Lets `checkify` look into a primitive: ``equations(*avals, **params)`` is the jaxpr it stands for."""
     from jax._src import checkify as _checkify
@@ -355,6 +366,20 @@ def is_split_by_xla(ctx: Any) -> bool:
     if isinstance(context, _sharding_impls.SPMDAxisContext):
         return set(context.manual_axes) != set(context.mesh.axis_names)
     return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
+
+
+def spec_on(mesh: Any, sharding: Any) -> Any:
+    """How the sharding of an array in a compiled program splits it over a mesh.
+
+    None where it takes other axes than the mesh has, as where XLA splits over a part of an axis.
+    """
+    if sharding is None:
+        return jax.sharding.PartitionSpec()
+    try:
+        (spec,) = _sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)
+    except (AssertionError, KeyError, NotImplementedError, ValueError):  # all that it raises then
+        return None
+    return spec
 
 
 def lowers_with_devices(primitive: Any) -> None:

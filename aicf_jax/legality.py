@@ -47,7 +47,7 @@ def _effects(match: Match, policy: Policy) -> Refusal | None:
 
 def _context(match: Match, policy: Policy) -> Refusal | None:
     eqns = [match.graph.eqn(c) for node in match.all_nodes for c in node.covers]
-    if not all(_compat.plain_context(e) for e in eqns) or len({id(e.ctx) for e in eqns}) > 1:
+    if not all(_compat.plain_context(e) for e in eqns) or len(set(map(_compat.context_of, eqns))) > 1:
         return refuse(match, "context", "one context, without compute_on or XLA metadata", "equations in others")
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aicf_jax import _compat
 
@@ -71,7 +72,8 @@ def split(f: Callable[..., Sequence[Any]], partition: Partition) -> Callable[...
     """
 
     def on_devices(mesh: Any, arguments: Any, results: Any) -> Any:
-        axes = _axes(partition, mesh, [*arguments, *results])
+        mesh, specs = _placed(mesh, [*arguments, *results])
+        axes = _axes(partition, mesh, [a.shape for a in (*arguments, *results)], specs)
 
         def sharding(names: Sequence[str | None]) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(n or "") for n in names)))
@@ -91,17 +93,47 @@ def split(f: Callable[..., Sequence[Any]], partition: Partition) -> Callable[...
 
     rule, whole = partition.rule()
     whole_arrays = custom_partitioning(lambda *inputs: tuple(f(*inputs)))
-    whole_arrays.def_partition(on_devices, sharding_rule=rule, need_replication_factors=whole)
+    whole_arrays.def_partition(on_devices, sharding_rule=rule, need_replication_factors=whole, decode_shardings=False)
     return lambda *inputs: list(whole_arrays(*inputs))
 
 
-def _axes(partition: Partition, mesh: Any, arrays: Sequence[Any]) -> dict[str, Any]:
+def _placed(mesh: Any, arrays: Sequence[Any]) -> tuple[Any, list[Sequence[Any]]]:
+    """A mesh and over which of its axes each dimension of the arrays is split.
+
+    XLA may split over a part of an axis, as heads that several share over 2 of 8 devices: then axes become several.
+    """
+    for candidate in () if mesh.empty else _refined(mesh):
+        specs = [_compat.spec_on(candidate, a.sharding) for a in arrays]
+        if None not in specs:
+            return candidate, specs
+    return mesh, [()] * len(arrays)
+
+
+def _refined(mesh: Any) -> Iterator[Any]:
+    """A mesh, then those of its devices in which each axis is one axis for each prime factor, in any order."""
+    yield mesh
+    orders = [list(_factors(n)) for n in mesh.shape.values()]
+    for found in itertools.product(*orders):
+        parts = [(f"{name}.{k}", n) for name, of in zip(mesh.shape, found, strict=True) for k, n in enumerate(of)]
+        yield Mesh(mesh.devices.reshape([n for _, n in parts]), [name for name, _ in parts])
+
+
+def _factors(number: int) -> Iterator[tuple[int, ...]]:
+    """The prime factors of a number, in every order."""
+    if number == 1:
+        yield ()
+    for prime in (k for k in range(2, number + 1) if number % k == 0 and all(k % i for i in range(2, k))):
+        yield from ((prime, *rest) for rest in _factors(number // prime))
+
+
+def _axes(
+    partition: Partition, mesh: Any, shapes: Sequence[Sequence[int]], specs: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
     """The mesh axes that each name is split over: as the first array that has it is, where that leaves no rest."""
     found: dict[str, Any] = {}
     used: set[Any] = set()
-    for names, array in zip((*partition.inputs, *partition.results), arrays, strict=True):
-        spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else ()
-        for name, size, part in zip(names, array.shape, spec, strict=False):
+    for names, shape, spec in zip((*partition.inputs, *partition.results), shapes, specs, strict=True):
+        for name, size, part in zip(names, shape, spec, strict=False):
             over = _flat(part)
             count = math.prod(mesh.shape[a] for a in over)
             if name is not None and over and name not in found and not used.intersection(over) and size % count == 0:

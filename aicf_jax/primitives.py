@@ -126,8 +126,8 @@ def _on_parts(op: FusedOp, kernel: Any, residual: bool) -> Any:
     if op.context.policy.verify or primitive_of(op) is fused_p:
         return None
     rule = kernel.partition(op, saving)
-    if rule is None:
-        return None
+    if rule is None or callable(rule):
+        return rule
 
     def on_a_part(*inputs: Any) -> list[Any]:
         if kernel.save is None or not saving:

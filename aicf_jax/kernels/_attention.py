@@ -10,11 +10,22 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, row_axes, rows_given
+from aicf_jax.kernels import _attention_sides
+from aicf_jax.kernels._attention_layouts import (
+    along_axes,
+    chosen,
+    given,
+    laid_out,
+    layouts,
+    row_axes,
+    rows_given,
+)
 from aicf_jax.kernels._gemm_epilogue import NARROW
 from aicf_jax.kernels._kernel import ANY, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
+from aicf_jax.ops._position_band import Band
+from aicf_jax.partition import Partition, split
 
 #: All that a library is told of; what else a kind of attention says must be nothing, or be told by who says so.
 _TOLD = (
@@ -54,21 +65,23 @@ def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = 
     return Where(f"Q, K, V and a result of one 16-bit type, {text}", holds)
 
 
-def _nothing(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
-    return {}
+def forward(library: Callable[[], Any], with_sides: bool = False) -> dict[str, Any]:
+    """``run``, ``save`` and ``partition`` of a `Kernel`. `with_sides`: its library takes masks and biases."""
 
-
-def forward(library: Callable[[], Any], beside: Callable[..., dict[str, Any]] = _nothing) -> dict[str, Any]:
-    """``run`` and ``save`` of a `Kernel`. ``beside(op, variant, inputs)``: what the library is told of besides."""
+    def called(how: Callable[..., Any], saving: bool, op: FusedOp, inputs: Any) -> tuple[Any, ...]:
+        return _forward(library().forward, with_sides, how, op, inputs, saving)
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-        return _forward(library(), beside, op, inputs, saving=False)
+        return called(whole, False, op, inputs)
 
     def save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        out, m, total = _forward(library(), beside, op, inputs, saving=True)
-        return (out,), (m, total)
+        out, *statistics = called(whole, True, op, inputs)
+        return (out,), tuple(statistics)
 
-    return {"run": run, "save": save}
+    def partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
+        return lambda *inputs: called(on_parts, saving, op, inputs)
+
+    return {"run": run, "save": save, "partition": partition}
 
 
 def _equation(v: Variant) -> dict[str, Any]:
@@ -81,20 +94,35 @@ def _equation(v: Variant) -> dict[str, Any]:
     }
 
 
-def _forward(library: Any, beside: Callable[..., Any], op: FusedOp, inputs: Any, saving: bool) -> tuple[Any, ...]:
+def _forward(
+    library: Callable[..., Any], with_sides: bool, how: Callable[..., Any], op: FusedOp, inputs: Any, saving: bool
+) -> tuple[Any, ...]:
     v = known(op)
-    arrays = (given(v, a, inputs[a.argument]) for a in (v.q, v.k, v.v))
-    out, *statistics = library.forward(*arrays, **_equation(v), **beside(op, v, inputs), with_statistics=saving)
-    out = _back(v, v.out, op.out_avals[0].shape, out)
+    operands, sides = (v.q, v.k, v.v), _attention_sides.sides(v) if with_sides else ()
+    beside = _attention_sides.values(op, v, sides, inputs)
+
+    def found(v: Variant, *arrays: Any) -> list[Any]:
+        given_sides = _attention_sides.arrays(v, dict(zip(sides, arrays[3:], strict=True))) if with_sides else {}
+        out, *statistics = library(
+            *(given(v, a, x) for a, x in zip(operands, arrays, strict=False)),
+            **_equation(v),
+            **given_sides,
+            with_statistics=saving,
+        )
+        return [_back(v, v.out, out), *(laid_out(v, row_axes(v), v.rows, x) for x in statistics)]
+
+    axes = [*(a.axes for a in operands), *(s.axes for s in sides)]
+    arrays = [*(along_axes(v, a, inputs[a.argument]) for a in operands), *beside]
+    out, *statistics = how(v, found, axes, arrays, [v.out.axes, *[v.rows.axes] * 2][: 3 if saving else 1])
+    out = out.reshape(op.out_avals[0].shape)
     if not saving:
         return (out,)
-    shape = tuple(v.size(*d) for d in v.rows.dims)
-    m, total = (laid_out(v, row_axes(v), v.rows, shape, x) for x in statistics)
+    m, total = (x.reshape([v.size(*d) for d in v.rows.dims]) for x in statistics)
     return out, m / v.base if v.base != 1.0 else m, total
 
 
-def _back(v: Variant, array: Array, shape: tuple[int, ...], x: Any) -> Any:
-    return laid_out(v, layouts(v, array)[chosen(v, array)[0]], array, shape, x)
+def _back(v: Variant, array: Array, x: Any) -> Any:
+    return laid_out(v, layouts(v, array)[chosen(v, array)[0]], array, x)
 
 
 def known(op: FusedOp) -> Variant:
@@ -104,32 +132,89 @@ def known(op: FusedOp) -> Variant:
     return found
 
 
-def gradient(library: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
-    """``run`` of a `Kernel` for the gradients of Q, K and V, from the result and the statistics of its rows.
+def gradient(library: Callable[[], Any]) -> dict[str, Any]:
+    """``run`` and ``partition`` of a `Kernel` for the gradients of Q, K and V.
 
-    An array may be several of the three; its gradient is the sum of theirs.
+    From the result and the statistics of its rows. An array may be several of the three; its gradient is the sum of
+    theirs.
     """
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-        assert op.gradient_of is not None
-        v, (origin, wanted) = known(op), op.gradient_of
-        out, m, total, dout = inputs[len(origin.in_avals) :]
-        arrays = (v.q, v.k, v.v)
-        gradients = library().backward(
-            *(given(v, a, inputs[a.argument]) for a in arrays),
+        return _gradient(library().backward, whole, op, inputs)
+
+    def partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
+        return lambda *inputs: _gradient(library().backward, on_parts, op, inputs)
+
+    return {"run": run, "partition": partition}
+
+
+def _gradient(library: Callable[..., Any], how: Callable[..., Any], op: FusedOp, inputs: Any) -> tuple[Any, ...]:
+    assert op.gradient_of is not None
+    v, (origin, wanted) = known(op), op.gradient_of
+    out, m, total, dout = inputs[len(origin.in_avals) :]
+    operands = (v.q, v.k, v.v)
+    asked = [k for k, a in enumerate(operands) if a.argument in wanted]
+
+    def found(v: Variant, *arrays: Any) -> list[Any]:
+        *qkv, out, m, total, dout = arrays
+        gradients = library(
+            *(given(v, a, x) for a, x in zip(operands, qkv, strict=True)),
             given(v, v.out, out),
             rows_given(v, m * v.base if v.base != 1.0 else m),
             rows_given(v, total),
             given(v, v.out, dout),
             **_equation(v),
         )
-        found: dict[int, Any] = {}
-        for a, x in zip(arrays, gradients, strict=True):
-            x = _back(v, a, origin.in_avals[a.argument].shape, x)
-            found[a.argument] = found[a.argument] + x if a.argument in found else x
-        return tuple(found[i] for i in wanted)
+        return [_back(v, operands[k], gradients[k]) for k in asked]
 
-    return run
+    arrays = (*operands, v.out, v.rows, v.rows, v.out)
+    values = [*(inputs[a.argument] for a in operands), out, m, total, dout]
+    values = [along_axes(v, a, x) for a, x in zip(arrays, values, strict=True)]
+    results = [operands[k].axes for k in asked]
+    sums: dict[int, Any] = {}
+    for k, x in zip(asked, how(v, found, [a.axes for a in arrays], values, results, summed=True), strict=True):
+        i = operands[k].argument
+        sums[i] = sums[i] + x.reshape(origin.in_avals[i].shape) if i in sums else x.reshape(origin.in_avals[i].shape)
+    return tuple(sums[i] for i in wanted)
+
+
+# -- several devices -------------------------------------------------------------------------------------
+
+_Axes = Sequence[Sequence[str]]
+
+
+def whole(
+    v: Variant, f: Callable[..., Any], axes: _Axes, arrays: Sequence[Any], results: _Axes, summed: bool = False
+) -> Sequence[Any]:
+    """``f(variant, *arrays)`` on one device. Arguments as those of `on_parts`."""
+    return f(v, *arrays)
+
+
+def on_parts(
+    v: Variant, f: Callable[..., Any], axes: _Axes, arrays: Sequence[Any], results: _Axes, summed: bool = False
+) -> Sequence[Any]:
+    """``f(variant, *arrays)``, each device on its part of the arrays and with a variant of their sizes.
+
+    Split may be batches, heads of K with the whole groups of heads of Q that share each, heads of one group, and
+    queries where no limit on the distance to a key says that a query is more than a row. Keys and depths are summed
+    over by the kernel, and whole.
+
+    `axes`: of the dimensions of each array; `results`: of each result. `summed`: results are sums over the axes that
+    they do not have.
+    """
+    r = v.roles
+    free = [*r.batch, *r.group, *([r.query] if v.band == Band() else [])]
+    names = {a: f"x{k}" for k, a in enumerate(free)}
+
+    def part(*parts: Any) -> Sequence[Any]:
+        sizes = dict(v.sizes)
+        for of, x in zip(axes, parts, strict=True):
+            sizes.update(zip(of, x.shape, strict=True))
+        return f(dataclasses.replace(v, sizes=tuple(sizes.items())), *parts)
+
+    inputs, outputs = (tuple(tuple(names.get(a) for a in of) for of in all_of) for all_of in (axes, results))
+    rule = Partition(inputs, outputs, tuple(range(len(results))) if summed else ())
+    return split(part, rule)(*arrays)
 
 
 def moved_bytes(op: FusedOp) -> int:

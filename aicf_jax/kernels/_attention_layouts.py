@@ -45,18 +45,24 @@ def four(v: Variant, layout: str, array: Array) -> tuple[int, ...]:
     return tuple(v.size(*sizes[d]) for d in layout)
 
 
+def along_axes(v: Variant, array: Array, x: Any) -> Any:
+    """The operation's array with a dimension for each of its axes."""
+    return x.reshape([v.size(a) for a in array.axes])
+
+
 def given(v: Variant, array: Array, x: Any) -> Any:
+    """An array with a dimension for each of its axes as the kernel wants it."""
     layout, there = chosen(v, array)
     if not there:
         wanted = layouts(v, array)[layout]
-        x = x.reshape([v.size(a) for a in array.axes]).transpose([array.axes.index(a) for a in wanted])
+        x = x.transpose([array.axes.index(a) for a in wanted])
     return x.reshape(four(v, layout, array))
 
 
-def laid_out(v: Variant, axes: tuple[str, ...], array: Array, shape: tuple[int, ...], x: Any) -> Any:
-    """What the kernel found with these axes as the operation's array."""
+def laid_out(v: Variant, axes: tuple[str, ...], array: Array, x: Any) -> Any:
+    """What the kernel found with these axes in the order of the operation's array, with a dimension for each axis."""
     x = x.reshape([v.size(a) for a in axes])
-    return x.transpose([axes.index(a) for a in array.axes]).reshape(shape)
+    return x.transpose([axes.index(a) for a in array.axes])
 
 
 def row_axes(v: Variant) -> tuple[str, ...]:
@@ -66,7 +72,7 @@ def row_axes(v: Variant) -> tuple[str, ...]:
 
 
 def rows_given(v: Variant, x: Any) -> Any:
-    """Statistics of the rows, ``[B, H, S]``."""
+    """Statistics of the rows, ``[B, H, S]``, from an array with a dimension for each axis."""
     axes, (batch, heads) = row_axes(v), order(v)
-    x = x.reshape([v.size(a) for a in v.rows.axes]).transpose([v.rows.axes.index(a) for a in axes])
+    x = x.transpose([v.rows.axes.index(a) for a in axes])
     return x.reshape(v.size(*batch), v.size(*heads, *v.roles.group), v.size(v.roles.query))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.ops import FusedOp
 from aicf_jax.ops._attention_variant import Variant, scores_graph
 from aicf_jax.ops._side_arrays import Mask, Segments, Side, computed
@@ -18,17 +19,30 @@ from aicf_jax.ops._side_arrays import Mask, Segments, Side, computed
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def arrays(op: FusedOp, v: Variant, heads: tuple[tuple[str, ...], tuple[str, ...]], inputs: Any) -> dict[str, Any]:
-    """Keyword arguments of `pallas_kernels.attention.forward`.
+def sides(v: Variant) -> tuple[Side, ...]:
+    """All that a kind of attention has beside the scores."""
+    masks = [m.side if isinstance(m, Mask) else (m.query, m.key) for m in v.masks]
+    flat = [s for found in masks for s in (found if isinstance(found, tuple) else (found,))]
+    return tuple(dict.fromkeys((*flat, *(b.side for b in v.biases))))
+
+
+def values(op: FusedOp, v: Variant, found: Sequence[Side], inputs: Any) -> list[Any]:
+    """These from the operation's arguments, with a dimension for each of their axes."""
+    graph, sizes = scores_graph(op), dict(v.sizes)
+    return [computed(graph, side, inputs, sizes) for side in found]
+
+
+def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
+    """Keyword arguments of `pallas_kernels.attention.forward`, from what `values` has of each of `sides`.
 
     What varies along queries or keys alone is a vector, and what varies along both an array of both, of which the
-    kernel takes one mask and one bias: several are combined before. `heads`: the axes of batches, and those of heads.
+    kernel takes one mask and one bias: several are combined before.
     """
-    graph, sizes = scores_graph(op), dict(v.sizes)
+    sizes, (batch, heads) = dict(v.sizes), order(v)
+    dims = batch, (*heads, *v.roles.group)
 
     def laid_out(side: Side, *last: str) -> Any:
-        x = computed(graph, side, inputs, sizes)
-        return _laid_out(x, side.axes, [*heads, *((a,) for a in last)], sizes)
+        return _laid_out(given[side], side.axes, [*dims, *((a,) for a in last)], sizes)
 
     r = v.roles
     truth: dict[tuple[str, ...], list[Any]] = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}

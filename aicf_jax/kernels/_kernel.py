@@ -73,7 +73,8 @@ class Kernel:
       with_devices: what it calls can only be lowered where jax says which devices the program is for, as what uses
         jax's custom partitioning inside.
       partition: ``partition(op, saving) -> Partition``, for an opaque kernel that is right for parts of its arrays;
-        with `saving` what `save` returns counts as results. It may return None, for no partition.
+        with `saving` what `save` returns counts as results. It may return a function of the inputs instead, which
+        gives all of these and splits what XLA cannot see into itself (`partition.split`), or None, for no partition.
       available: ``() -> None``, or what it needs of its surroundings and what there is instead, as two texts. Asked
         last, and only of a kernel that is made for the machine.
       needs: ``needs(op)``, what it needs of the machine (`hardware.Need`, a sequence), held against the policy's

@@ -13,7 +13,6 @@ from typing import Any
 from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import capabilities, forward
 from aicf_jax.kernels._attention import moved_bytes as moved_bytes_of_arrays
-from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp
@@ -39,11 +38,6 @@ def _fits(v: Variant) -> bool:
     return depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
 
 
-def _sides(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
-    batch, heads = order(v)
-    return _attention_sides.arrays(op, v, (batch, (*heads, *v.roles.group)), inputs)
-
-
 def _bytes(op: FusedOp) -> int:
     """Also what is made of masks and biases first.
 
@@ -65,7 +59,7 @@ KERNEL = Kernel(
         "biases",
         "fill",
     ),
-    **forward(_library, _sides),
+    **forward(_library, with_sides=True),
     cost_bytes=_bytes,
     targets=TARGETS,
     needs=needs,

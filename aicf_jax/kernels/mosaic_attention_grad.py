@@ -51,7 +51,7 @@ KERNEL = Kernel(
     gradient_capabilities(
         "heads of 64 or 128, with no more than scale, softcap and limits on the distance of query and key", _fits
     ),
-    gradient(_library),
+    **gradient(_library),
     cost_bytes=_bytes,
     targets=TARGETS,
     needs=needs,

@@ -24,7 +24,7 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(*attention_fits()),
-    gradient(_library),
+    **gradient(_library),
     cost_bytes=moved_bytes,
     targets=TARGETS,
     opaque=True,
