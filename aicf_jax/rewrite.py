@@ -159,7 +159,7 @@ def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:
         fresh = [v if isinstance(v, _compat.Literal) else _compat.new_var(v.aval) for v in eqn.invars]
         parameters = [v for v in fresh if not isinstance(v, _compat.Literal)]
         return _compat.make_jaxpr_object(parameters, eqn.outvars, [eqn.replace(invars=fresh)], _compat.no_effects)
-    eqns = [graph.eqn(c) for c in node.covers]
+    eqns = [_compat.without_mesh(graph.eqn(c)) for c in node.covers]
     parameters = [graph.values[v].atom for v in operands]
     return _compat.make_jaxpr_object(parameters, [graph.values[v].atom for v in node.outputs], eqns, _compat.no_effects)
 

@@ -7,6 +7,7 @@ for the gradient of the logits, which is rounded to the type of h and W before i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,15 +24,26 @@ def _run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
     return _save_rows(op, inputs)[0]
 
 
-def _save_rows(op: FusedOp, inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    m, l, *taken = numbers(op, inputs)
+def _save_rows(op: FusedOp, inputs: Any, on_parts: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    m, l, *taken = numbers(op, inputs, on_parts)
     return (rows_of(op, inputs).loss(m, l, taken),), (m, l, *taken)
 
 
-def _save(op: FusedOp, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    (loss,), saved = _save_rows(op, inputs)
+def _save(op: FusedOp, *inputs: Any, on_parts: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    (loss,), saved = _save_rows(op, inputs, on_parts)
     kept = kept_gradients(op)
-    return (loss,), saved + (gradients(op, inputs, saved, jnp.ones_like(loss), kept) if kept else ())
+    unit = gradients(op, inputs, saved, jnp.ones_like(loss), kept, on_parts) if kept else ()
+    return (loss,), (*saved, *unit)
+
+
+def _partition(op: FusedOp, saving: bool) -> Callable[..., list[Any]]:
+    """What a loss makes of the numbers of rows is for XLA to split."""
+
+    def on_parts(*inputs: Any) -> list[Any]:
+        results, saved = _save(op, *inputs, on_parts=True) if saving else _save_rows(op, inputs, on_parts=True)
+        return [*results, *saved] if saving else list(results)
+
+    return on_parts
 
 
 def _bytes(op: FusedOp) -> int:
@@ -47,6 +59,7 @@ KERNEL = Kernel(
     _run,
     cost_bytes=_bytes,
     save=_save,
+    partition=_partition,
     targets=TARGETS,
     opaque=True,
 )

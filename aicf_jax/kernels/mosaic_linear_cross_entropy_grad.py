@@ -5,6 +5,8 @@ Logits and their gradient are made again, a block of the vocabulary at a time.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from aicf_jax.kernels._hopper import TARGETS
@@ -13,12 +15,16 @@ from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients
 from aicf_jax.ops import FusedOp
 
 
-def _run(op: FusedOp, *arguments: Any) -> tuple[Any, ...]:
+def _run(op: FusedOp, *arguments: Any, on_parts: bool = False) -> tuple[Any, ...]:
     assert op.gradient_of is not None
     forward, wanted = op.gradient_of
     n = len(forward.in_avals)
     _, *saved, ct = arguments[n:]  # the result comes first
-    return gradients(forward, arguments[:n], saved, ct, wanted)
+    return gradients(forward, arguments[:n], saved, ct, wanted, on_parts)
+
+
+def _partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
+    return functools.partial(_run, op, on_parts=True)
 
 
 def _bytes(op: FusedOp) -> int:
@@ -32,6 +38,7 @@ KERNEL = Kernel(
     {"dtypes": ANY, "recomputes": {True}, "variant": VARIANT},
     _run,
     cost_bytes=_bytes,
+    partition=_partition,
     targets=TARGETS,
     opaque=True,
 )

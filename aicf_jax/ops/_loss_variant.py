@@ -305,10 +305,15 @@ _ARITHMETIC: dict[str, Any] = {
 
 def matrix(v: Variant, m: Matrix, argument: Any) -> Any:
     """An operand of the product as a matrix, from the argument that has it."""
+    return along_axes(v, m, argument).reshape([v.size(*d) for d in m.dims])
+
+
+def along_axes(v: Variant, m: Matrix, argument: Any) -> Any:
+    """An operand of the product with a dimension for each axis, in the order of the matrix."""
     axes = tuple(a for d in m.view.dims for a in d)
     wanted = (*m.dims[0], *m.dims[1])
     x = _part(m.view, argument).reshape([v.size(a) for a in axes]).transpose([axes.index(a) for a in wanted])
-    return x.reshape([v.size(*d) for d in m.dims]).astype(v.dtype)
+    return x.astype(v.dtype)
 
 
 def _part(view: View, argument: Any) -> Any:
@@ -321,22 +326,21 @@ def _part(view: View, argument: Any) -> Any:
 
 
 def to_rows(v: Variant, numbers: Any) -> Any:
-    """Numbers of rows in the order of the kernel's."""
+    """Numbers of rows in the order of the kernel's, with a dimension for each axis."""
     x = numbers.reshape([v.size(a) for a in v.rows])
-    return x.transpose([v.rows.index(a) for a in v.x.dims[0]]).reshape(-1)
+    return x.transpose([v.rows.index(a) for a in v.x.dims[0]])
 
 
 def from_rows(op: FusedOp, v: Variant, numbers: Any) -> Any:
-    """Numbers of rows as the operation keeps them."""
+    """Numbers of rows, from what `to_rows` has, as the operation keeps them."""
     shape = list(logits_aval(op).shape)
     del shape[op.blob["axis"] % len(shape)]
     order = v.x.dims[0]
-    x = numbers.reshape([v.size(a) for a in order])
-    return x.transpose([order.index(a) for a in v.rows]).reshape(shape)
+    return numbers.transpose([order.index(a) for a in v.rows]).reshape(shape)
 
 
 def labels(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> Any:
-    """The label of each row in the order of the kernel's; no class where nothing is taken at a label."""
+    """The label of each row as `to_rows` has them; no class where nothing is taken at a label."""
     shape = list(logits_aval(op).shape)
     axis = op.blob["axis"] % len(shape)
     shape[axis] = 1
@@ -346,7 +350,7 @@ def labels(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> Any:
         if taken.label is not None:
             argument, view = taken.label
             return to_rows(v, _part(view, inputs[argument]).reshape(shape))
-    return jnp.full((v.size(*v.rows),), -1, jnp.int32)
+    return jnp.full([v.size(a) for a in v.x.dims[0]], -1, jnp.int32)
 
 
 def needs_sum(v: Variant) -> bool:
