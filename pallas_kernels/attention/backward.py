@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._arguments import expect
 from pallas_kernels._padding import cut, padded
-from pallas_kernels.attention import keys_gradient, queries_gradient
+from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
 from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
@@ -50,11 +51,12 @@ def backward(
     bias_factor: float = 1.0,
     key_bias: jax.Array | None = None,
     fill: float = -math.inf,
+    wanted: Sequence[str] = (),
     layouts: tuple[str, ...] = ("bshd",) * 4,
     config: BackwardConfig | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``(dQ, dK, dV)``, laid out and typed like q, k and v.
+) -> tuple[jax.Array, ...]:
+    """``(dQ, dK, dV)``, laid out and typed like q, k and v, and the gradients of biases that are wanted.
 
     Args:
       q: as given to `forward`; heads of 64 or 128.
@@ -74,6 +76,7 @@ def backward(
       bias_factor: likewise.
       key_bias: likewise.
       fill: likewise.
+      wanted: some of ``"bias"`` and ``"key_bias"``: those whose gradients are wanted, in this order, typed like them.
       layouts: of q, k, v and O.
       config: tiles; by shape unless told otherwise.
       interpret: parameters of the simulator (`pallas_kernels._mosaic.interpret`).
@@ -86,6 +89,9 @@ def backward(
     check_results("backward", of, layouts[3], q, out, dout, m, l)
     arrays = Arrays(tuple(segments), mask, bias, key_bias)
     check_sides("backward", of, arrays, bias_factor, fill)
+    for name in wanted:
+        there = {"bias": bias, "key_bias": key_bias}.get(name)
+        expect("backward", "wanted", there is not None, "names of biases that are given", wanted)
     by_queries, by_keys = (arrays.described(bias_factor, fill, turned) for turned in (False, True))
     if not by_queries.has_arrays:
         by_queries = by_keys = Sides()  # limits leave each query a key, and beside one the fill is nothing
@@ -94,7 +100,7 @@ def backward(
     config = config or default_backward(of.depth, is_plain, by_queries.per_score, per_column)
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
-        by_queries, by_keys,
+        by_queries, by_keys, "key_bias" in wanted,
     )  # fmt: skip
     row = layouts[3].index("s"), p.queries
     rows, keys = (layouts[0].index("s"), p.queries), [(x.index("s"), p.keys) for x in layouts[1:3]]
@@ -104,11 +110,20 @@ def backward(
     flags = [_sees_fill(p, m)] if p.may_see_all else []
     m, l = (padded(x, 2, ATOM_ROWS) for x in (m, l))
     ctas = [n + -n % CTA_ROWS for n in (p.queries, p.keys)]
-    beside = arrays.prepared(ctas[0], p.keys + -p.keys % config.block_k)
-    dq, *numbers = queries_gradient.call(p, interpret)(q, k, v, out, dout, m, l, *beside)
-    beside = arrays.prepared(ctas[1], p.queries + -p.queries % config.block_q, turned=True)
-    dk, dv = keys_gradient.call(p, interpret)(q, k, v, dout, *numbers, *flags, *beside)
-    return cut(dq, *rows), cut(dk, *keys[0]), cut(dv, *keys[1])
+    of_queries = arrays.prepared(ctas[0], p.keys + -p.keys % max(64, config.block_k))
+    dq, *numbers = queries_gradient.call(p, interpret)(q, k, v, out, dout, m, l, *of_queries)
+    of_keys = arrays.prepared(ctas[1], p.queries + -p.queries % config.block_q, turned=True)
+    dk, dv, *row_sums = keys_gradient.call(p, interpret)(q, k, v, dout, *numbers, *flags, *of_keys)
+    found = [cut(dq, *rows), cut(dk, *keys[0]), cut(dv, *keys[1])]
+    for name in wanted:
+        if name == "bias":
+            (x,) = bias_gradient.call(p, interpret, of_queries[-1])(q, k, v, dout, *numbers, *of_queries)
+            found.append(cut(cut(x, 2, p.queries), 3, p.keys))
+        else:
+            shared = [i for i in (0, 1) if key_bias.shape[i] == 1]
+            x = jnp.sum(cut(row_sums[0], 2, p.keys), axis=shared, keepdims=True)
+            found.append(x.astype(key_bias.dtype))
+    return tuple(found)
 
 
 def _sees_fill(p: Problem, m: jax.Array) -> jax.Array:

@@ -49,7 +49,7 @@ SLOW: Mapping[str, Case] = {
     "large scores": Case(1, 64, 128, scale=100.0),
     "padding": Case(2, 72, 136, 2, padding=True),
     "padding, low fill": Case(2, 72, 136, 2, padding=True, fill=_LOWEST),
-    "segments, causal": Case(2, 136, 136, upper=0, segments=True),
+    "segments, causal": Case(2, 136, 136, upper=0, segments=True, fill=_LOWEST),
     "segments, a query that sees nothing, low fill": Case(1, 72, 136, segments=True, blind=True, fill=_LOWEST),
     "segments, window, low fill, shared heads": Case(
         1, 300, 300, 2, 1, lower=-60, upper=30, segments=True, blind=True, fill=_LOWEST
