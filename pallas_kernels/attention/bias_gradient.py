@@ -34,12 +34,17 @@ def call(p: Problem, interpret: Any, bias: Any) -> Any:
 
 
 def _width(p: Problem) -> int:
-    """Keys of a CTA: two blocks of Q and dO, and of the keys and values, have to fit into shared memory."""
+    """Keys of a CTA."""
     return 64 if p.head_dim <= 64 else 32
 
 
 def _stages(p: Problem) -> int:
-    return 3 if p.head_dim <= 64 else 2
+    """Blocks in flight: as many as there is shared memory for, at most 3."""
+    width, s = _width(p), p.sides
+    row = 4 * p.head_dim
+    stage = (_ROWS + width) * row + 4 * p.numbers * _ROWS + _ROWS * width * (s.mask is not None) + s.per_column * width
+    rest = 4096 + _ROWS * width * jnp.dtype(s.bias_dtype).itemsize
+    return max(1, min(3, (_mosaic.HOPPER_SMEM_BYTES - rest) // stage))
 
 
 def _body(p: Problem, *refs: Any) -> None:
@@ -140,6 +145,9 @@ def _step(p: Problem, place: Any, pipeline: Pipeline, step: Any, bias: Any, extr
     tile = Tile(p.sides, beside, smem, slot, wg, p.band != Band(None, None), p.band, first_row, first_key, None)
     _, dx, _ = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 0), False)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
-    pipeline.refill(step)
+    if pipeline.stages > 1:
+        pipeline.refill(step)
     gpu.barrier_arrive(smem["used"].at[slot])
+    if pipeline.stages == 1:
+        pipeline.refill(step + 1)
     return dx
