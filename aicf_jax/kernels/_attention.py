@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention_layouts import (
     along_axes,
@@ -25,6 +27,7 @@ from aicf_jax.kernels._kernel import ANY, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 from aicf_jax.ops._position_band import Band
+from aicf_jax.ops.attention_grad import MORE, QKV
 from aicf_jax.partition import Partition, split
 
 #: All that a library is told of; what else a kind of attention says must be nothing, or be told by who says so.
@@ -47,10 +50,11 @@ def capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict
     }
 
 
-def gradient_capabilities(text: str, fits: Callable[[Variant], bool]) -> dict[str, Any]:
-    """What a gradient can take: that of an attention that `fits`."""
+def gradient_capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict[str, Any]:
+    """What a gradient can take: that of an attention that `fits`, and of biases where its library is told of them."""
     dtypes = Where("16-bit types", lambda found: set(found) <= set(NARROW))
-    return {"dtypes": dtypes, "variant": _variants(text, fits)}
+    gradients = (QKV, MORE) if "biases" in told else (QKV,)
+    return {"dtypes": dtypes, "gradients": gradients, "variant": _variants(text, fits, told)}
 
 
 def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = ()) -> Where:
@@ -132,50 +136,63 @@ def known(op: FusedOp) -> Variant:
     return found
 
 
-def gradient(library: Callable[[], Any]) -> dict[str, Any]:
-    """``run`` and ``partition`` of a `Kernel` for the gradients of Q, K and V.
+def gradient(library: Callable[[], Any], with_sides: bool = False) -> dict[str, Any]:
+    """``run`` and ``partition`` of a `Kernel` for the gradients of Q, K and V, and of arrays beside the scores.
 
-    From the result and the statistics of its rows. An array may be several of the three; its gradient is the sum of
-    theirs.
+    From the result and the statistics of its rows. An array may be several of these; its gradient is the sum of theirs.
     """
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
-        return _gradient(library().backward, whole, op, inputs)
+        return _gradient(library().backward, with_sides, whole, op, inputs)
 
     def partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
-        return lambda *inputs: _gradient(library().backward, on_parts, op, inputs)
+        return lambda *inputs: _gradient(library().backward, with_sides, on_parts, op, inputs)
 
     return {"run": run, "partition": partition}
 
 
-def _gradient(library: Callable[..., Any], how: Callable[..., Any], op: FusedOp, inputs: Any) -> tuple[Any, ...]:
+def _gradient(
+    library: Callable[..., Any], with_sides: bool, how: Callable[..., Any], op: FusedOp, inputs: Any
+) -> tuple[Any, ...]:
     assert op.gradient_of is not None
     v, (origin, wanted) = known(op), op.gradient_of
-    out, m, total, dout = inputs[len(origin.in_avals) :]
-    operands = (v.q, v.k, v.v)
+    given_to_it, (out, m, total, dout) = inputs[: len(origin.in_avals)], inputs[len(origin.in_avals) :]
+    operands, sides = (v.q, v.k, v.v), _attention_sides.sides(v) if with_sides else ()
     asked = [k for k, a in enumerate(operands) if a.argument in wanted]
+    names, moving = _attention_sides.wanted_biases(origin, v, wanted) if with_sides else ((), ())
 
     def found(v: Variant, *arrays: Any) -> list[Any]:
-        *qkv, out, m, total, dout = arrays
-        gradients = library(
-            *(given(v, a, x) for a, x in zip(operands, qkv, strict=True)),
+        (q, k, value, out, m, total, dout), rest = arrays[:7], arrays[7:]
+        beside = dict(zip(sides, rest, strict=True))
+        dq, dk, dv, *of_biases = library(
+            *(given(v, a, x) for a, x in zip(operands, (q, k, value), strict=True)),
             given(v, v.out, out),
             rows_given(v, m * v.base if v.base != 1.0 else m),
             rows_given(v, total),
             given(v, v.out, dout),
             **_equation(v),
+            **(_attention_sides.arrays(v, beside) if with_sides else {}),
+            **({"wanted": names} if names else {}),
         )
-        return [_back(v, operands[k], gradients[k]) for k in asked]
+        qkv = [_back(v, operands[k], (dq, dk, dv)[k]) for k in asked]
+        return [*qkv, *(_attention_sides.pulled(v, beside, names, moving, of_biases) if names else ())]
 
     arrays = (*operands, v.out, v.rows, v.rows, v.out)
     values = [*(inputs[a.argument] for a in operands), out, m, total, dout]
     values = [along_axes(v, a, x) for a, x in zip(arrays, values, strict=True)]
-    results = [operands[k].axes for k in asked]
+    values += _attention_sides.values(origin, v, sides, given_to_it)
+    axes = [x.axes for x in (*arrays, *sides)]
+    results = how(v, found, axes, values, [x.axes for x in (*(operands[k] for k in asked), *moving)], summed=True)
+    arguments = [operands[k].argument for k in asked]
+    pairs = [(i, x.reshape(origin.in_avals[i].shape)) for i, x in zip(arguments, results, strict=False)]
+    if names:
+        of_sides = results[len(asked) :]
+        pairs += _attention_sides.pulled_arguments(origin, v, given_to_it, wanted, moving, of_sides).items()
     sums: dict[int, Any] = {}
-    for k, x in zip(asked, how(v, found, [a.axes for a in arrays], values, results, summed=True), strict=True):
-        i = operands[k].argument
-        sums[i] = sums[i] + x.reshape(origin.in_avals[i].shape) if i in sums else x.reshape(origin.in_avals[i].shape)
-    return tuple(sums[i] for i in wanted)
+    for argument, x in pairs:
+        sums[argument] = sums[argument] + x if argument in sums else x
+    # Arguments of masks alone.
+    return tuple(sums[i] if i in sums else jnp.zeros_like(inputs[i]) for i in wanted)
 
 
 # -- several devices -------------------------------------------------------------------------------------

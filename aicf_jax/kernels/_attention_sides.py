@@ -13,23 +13,32 @@ import jax.numpy as jnp
 from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.ops import FusedOp
 from aicf_jax.ops._attention_variant import Variant, scores_graph
-from aicf_jax.ops._side_arrays import Mask, Segments, Side, computed
+from aicf_jax.ops._side_arrays import Bias, Mask, Segments, Side, arguments, computed
 
 #: Types of a bias that are read as they are.
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 
+#: Biases of queries x keys, and those that are the same for all queries.
+_NAMES = ("bias", "key_bias")
+
+#: What hidden scores may be at most, of those that are no infinity.
+_HIGHEST_FILL = -1e4
+
+
+def fills_low(v: Variant) -> bool:
+    """Whether hidden scores are -inf, or so low that their exponential is 0 beside others."""
+    return v.fill is None or -math.inf < v.fill * v.base <= _HIGHEST_FILL
+
 
 def sides(v: Variant) -> tuple[Side, ...]:
-    """All that a kind of attention has beside the scores."""
-    masks = [m.side if isinstance(m, Mask) else (m.query, m.key) for m in v.masks]
-    flat = [s for found in masks for s in (found if isinstance(found, tuple) else (found,))]
-    return tuple(dict.fromkeys((*flat, *(b.side for b in v.biases))))
+    """All arrays that a kind of attention has beside the scores."""
+    of_masks = (s for m in v.masks for s in ((m.side,) if isinstance(m, Mask) else (m.query, m.key)))
+    return tuple(dict.fromkeys((*of_masks, *(b.side for b in v.biases))))
 
 
-def values(op: FusedOp, v: Variant, found: Sequence[Side], inputs: Any) -> list[Any]:
+def values(op: FusedOp, v: Variant, found: Sequence[Side], inputs: Sequence[Any]) -> list[Any]:
     """These from the operation's arguments, with a dimension for each of their axes."""
-    graph, sizes = scores_graph(op), dict(v.sizes)
-    return [computed(graph, side, inputs, sizes) for side in found]
+    return [computed(scores_graph(op), side, inputs, dict(v.sizes)) for side in found]
 
 
 def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
@@ -38,13 +47,7 @@ def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
     What varies along queries or keys alone is a vector, and what varies along both an array of both, of which the
     kernel takes one mask and one bias: several are combined before.
     """
-    sizes, (batch, heads) = dict(v.sizes), order(v)
-    dims = batch, (*heads, *v.roles.group)
-
-    def laid_out(side: Side, *last: str) -> Any:
-        return _laid_out(given[side], side.axes, [*dims, *((a,) for a in last)], sizes)
-
-    r = v.roles
+    r, laid_out = v.roles, functools.partial(_made, v, given)
     truth: dict[tuple[str, ...], list[Any]] = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}
     for mask in v.masks:
         if isinstance(mask, Mask):
@@ -53,16 +56,69 @@ def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
             truth[last].append(x if mask.seen else ~x)
     segments = [(laid_out(m.query, r.query), laid_out(m.key, r.key)) for m in v.masks if isinstance(m, Segments)]
     of_keys = [*truth[r.key,], *(x[..., None] for x in truth[()])]
-    segments += _padding(truth[r.query,], of_keys, sizes[r.query], sizes[r.key])
-    masks, tiles = truth[r.query, r.key], [b for b in v.biases if r.query in b.side.axes]
-    vectors = [laid_out(b.side, r.key).astype(jnp.float32) * b.factor for b in v.biases if b not in tiles]
+    segments += _padding(truth[r.query,], of_keys, v.size(r.query), v.size(r.key))
+    masks = truth[r.query, r.key]
     return {
         "segments": segments,
         "mask": functools.reduce(jnp.logical_and, masks) if masks else None,
-        **_bias([(laid_out(b.side, r.query, r.key), b.factor * v.base) for b in tiles]),
-        "key_bias": sum(vectors[1:], start=vectors[0]) * v.base if vectors else None,
+        **biases(v, given),
         **({} if v.fill is None else {"fill": v.fill * v.base}),
     }
+
+
+def biases(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
+    """Of `arrays`, what is added to the scores."""
+    r, (tiles, of_keys) = v.roles, _split(v)
+    vectors = [_made(v, given, b.side, r.key).astype(jnp.float32) * b.factor for b in of_keys]
+    return {
+        **_bias([(_made(v, given, b.side, r.query, r.key), b.factor * v.base) for b in tiles]),
+        "key_bias": sum(vectors[1:], start=vectors[0]) * v.base if vectors else None,
+    }
+
+
+def _made(v: Variant, given: Mapping[Side, Any], side: Side, *last: str) -> Any:
+    """An array with dimensions for batches, heads and these axes."""
+    batch, heads = order(v)
+    dims = [batch, (*heads, *v.roles.group), *((a,) for a in last)]
+    return _laid_out(given[side], side.axes, dims, dict(v.sizes))
+
+
+def _split(v: Variant) -> tuple[list[Bias], list[Bias]]:
+    """Biases of queries and keys, and those that are the same for all queries."""
+    tiles = [b for b in v.biases if v.roles.query in b.side.axes]
+    return tiles, [b for b in v.biases if b not in tiles]
+
+
+def wanted_biases(op: FusedOp, v: Variant, wanted: Sequence[int]) -> tuple[tuple[str, ...], tuple[Side, ...]]:
+    """Which biases of `biases` arguments that are `wanted` take part in, and the arrays that these are made of."""
+    found = {name: b for name, b in zip(_NAMES, _split(v), strict=True) if _made_of(op, b) & set(wanted)}
+    return tuple(found), tuple(dict.fromkeys(b.side for of in found.values() for b in of))
+
+
+def pulled(
+    v: Variant, given: Mapping[Side, Any], names: Sequence[str], moving: Sequence[Side], gradients: Sequence[Any]
+) -> Sequence[Any]:
+    """Gradients of the arrays that biases are made of, from those of the biases."""
+
+    def made(*moved: Any) -> tuple[Any, ...]:
+        found = biases(v, {**given, **dict(zip(moving, moved, strict=True))})
+        return tuple(found[name] for name in names)
+
+    return jax.vjp(made, *(given[s] for s in moving))[1](tuple(gradients))
+
+
+def pulled_arguments(
+    op: FusedOp, v: Variant, inputs: Sequence[Any], wanted: Sequence[int], moving: Sequence[Side], gradients: Any
+) -> dict[int, Any]:
+    """Gradients of arguments that are `wanted`, from those of the arrays that are made of them."""
+    made_of = {i for s in moving for i in arguments(scores_graph(op), s)}
+    found = [i for i in wanted if i in made_of]
+
+    def made(*moved: Any) -> list[Any]:
+        replaced = dict(zip(found, moved, strict=True))
+        return values(op, v, moving, [replaced.get(i, x) for i, x in enumerate(inputs)])
+
+    return dict(zip(found, jax.vjp(made, *(inputs[i] for i in found))[1](list(gradients)), strict=True))
 
 
 def _last(v: Variant, side: Side) -> tuple[str, ...]:
@@ -102,14 +158,36 @@ def _laid_out(x: Any, axes: Sequence[str], dims: Sequence[Sequence[str]], sizes:
     return x.reshape([math.prod(sizes[a] for a in d) for d in kept])
 
 
+def _made_of(op: FusedOp, biases: Sequence[Bias]) -> set[int]:
+    """The arguments that biases are made of."""
+    return {i for b in biases for i in arguments(scores_graph(op), b.side)}
+
+
+def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
+    """Whether the gradient of a bias of queries x keys is wanted."""
+    return bool(_made_of(op, _split(v)[0]) & set(wanted))
+
+
 def moved_bytes(op: FusedOp, v: Variant) -> int:
     """What is moved beside reading the operation's arguments once: arrays of queries x keys that are made first."""
-    tiles = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
-    biases = [b.side for b in v.biases if v.roles.query in b.side.axes]
-    made = 0
+    masks, biases = _tile_bytes(op, v)
     # Masks become one of bytes, and several biases, or what is no argument, one of its own.
-    for sides, is_made, size in ((tiles, bool(tiles), 1), (biases, len(biases) > 1, 4)):
-        if is_made or any(not s.whole for s in sides):
-            axes = {a for s in sides for a in s.axes}
-            made += 2 * size * v.size(*axes)
-    return made
+    tiles, _ = _split(v)
+    return 2 * masks + (2 * biases if len(tiles) > 1 or any(not b.side.whole for b in tiles) else 0)
+
+
+def gradient_bytes(op: FusedOp, v: Variant) -> int:
+    """Likewise of the backward, which reads such arrays twice, the second time transposed."""
+    masks, biases = _tile_bytes(op, v)
+    return moved_bytes(op, v) + 3 * (masks + biases)
+
+
+def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
+    """Of the mask and of the bias of queries x keys, as kernels read them."""
+    masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
+    tiles, _ = _split(v)
+    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
+    sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
+    sides = masks, [b.side for b in tiles]
+    first, second = (n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True))
+    return first, second

@@ -7,7 +7,6 @@ which are rounded to the type of V.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from aicf_jax.kernels import _attention_sides
@@ -21,9 +20,6 @@ from aicf_jax.ops._attention_variant import Variant, variant
 #: Lengths of a head are multiples of the first number up to the second.
 _HEAD_ATOM, _LONGEST_HEAD = 16, 256
 
-#: What hidden scores may be at most, of those that are no infinity.
-_HIGHEST_FILL = -1e4
-
 
 def _library() -> Any:
     from pallas_kernels import attention
@@ -32,10 +28,8 @@ def _library() -> Any:
 
 
 def _fits(v: Variant) -> bool:
-    if v.fill is not None and not -math.inf < v.fill * v.base <= _HIGHEST_FILL:
-        return False
     depth = v.size(v.roles.depth)
-    return depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
+    return _attention_sides.fills_low(v) and depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
 
 
 def _bytes(op: FusedOp) -> int:
@@ -58,6 +52,7 @@ KERNEL = Kernel(
         "masks",
         "biases",
         "fill",
+        "passes",
     ),
     **forward(_library, with_sides=True),
     cost_bytes=_bytes,

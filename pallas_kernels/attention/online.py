@@ -94,9 +94,9 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     here = _mosaic.mosaic().pl.ds(first_row, QUERY_ROWS)
     loaded = smem["rows_loaded"].at[wg]
     gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, head, here), smem["rows"].at[wg], loaded)
-    ids = sides.query_ids(p.sides, extra, batch, head, here, p.simulated)
+    mine = sides.of_rows(p.sides, extra, batch, head, here, p.simulated)
     gpu.barrier_wait(loaded)
-    found, step = visited(p, place), functools.partial(_step, p, first_row, ids, smem)
+    found, step = visited(p, place), functools.partial(_step, p, first_row, mine, smem)
 
     def visible(carry: Any) -> Any:
         def one(masked: bool, block: Any, carry: Any) -> Any:
@@ -174,7 +174,7 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
 # -- one block ---------------------------------------------------------------------------------------------------------
 
 
-def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any) -> Any:
+def _step(p: Problem, first_row: Any, mine: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any) -> Any:
     """One block of keys: ``(sum of e V, power, sum of e)`` with it.
 
     ``e = exp(X) / 2^power``, at most 1; where scores are kept as they are, power is the largest of them instead, and
@@ -193,7 +193,7 @@ def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: A
 
     gpu.barrier_wait(smem["k_loaded"].at[slot])
     x = pl.run_scoped(products, gpu.ACC((QUERY_ROWS, c.block_k), jnp.float32))
-    x = _seen_scores(p, x, first_row, ids, smem, slot, masked, block)
+    x = _seen_scores(p, x, first_row, mine, smem, slot, masked, block)
     if p.sides.has_arrays:
         gpu.commit_smem()  # read, before TMA writes there again
     gpu.barrier_arrive(smem["k_used"].at[slot])
@@ -217,7 +217,7 @@ def _unit(p: Problem) -> float:
     return scale * scores.LOG2_E
 
 
-def _seen_scores(p: Problem, x: Any, first_row: Any, ids: Any, smem: Any, slot: Any, masked: bool, block: Any) -> Any:
+def _seen_scores(p: Problem, x: Any, first_row: Any, mine: Any, smem: Any, slot: Any, masked: bool, block: Any) -> Any:
     """Scores with all that stands between the product and the softmax, but for a factor: see `_unit`."""
     wg, s = jax.lax.axis_index("wg"), p.sides
     if p.softcap is not None:
@@ -225,13 +225,13 @@ def _seen_scores(p: Problem, x: Any, first_row: Any, ids: Any, smem: Any, slot: 
         x = 1 - 2 / (1 + jnp.exp2(x * (2 * p.scale / p.softcap * scores.LOG2_E)))
     if s.is_exact:
         x = x * (p.scale if p.softcap is None else p.softcap)
-    x = sides.biased(s, x, smem, slot, wg, p.simulated)
+    x = sides.biased(s, mine, x, smem, slot, wg, p.simulated)
     first_key, tail = block * p.config.block_k, p.keys if p.keys % p.config.block_k else None
     one_mask = masked and s.fill == -math.inf
-    seen = [sides.seen(s, ids, x.shape, smem, slot, wg, p.simulated)]
+    conditions = sides.seen(s, mine, x.shape, smem, slot, wg, p.simulated)
     if masked:
-        seen.append(scores.seen(p.band, x.shape, first_row, first_key, tail if one_mask else None))
-    conditions = [c for c in seen if c is not None]
+        in_band = scores.seen(p.band, x.shape, first_row, first_key, tail if one_mask else None)
+        conditions += [] if in_band is None else [in_band]
     if conditions:
         x = jnp.where(functools.reduce(jnp.logical_and, conditions), x, s.fill)
     if masked and not one_mask and tail is not None:

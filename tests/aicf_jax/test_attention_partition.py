@@ -3,168 +3,118 @@
 The kernels' equations in plain jax stand in for them.
 """
 
-import dataclasses
-import math
-import re
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import aicf_jax
 from aicf_jax.kernels import mosaic_attention, mosaic_attention_grad
 from pallas_kernels import attention
 from tests.aicf_jax import test_mosaic_attention as forward_tests
 from tests.aicf_jax import test_mosaic_attention_grad as gradient_tests
+from tests.aicf_jax.partition_support import BACKWARD_BITS, FORWARD_BITS, compare, on_mesh, rounded, stand_in
 
+
+def forward(*args, **options):
+    return tuple(rounded(x, FORWARD_BITS) for x in forward_tests.plain_forward(*args, **options))
+
+
+def backward(*args, **options):
+    return tuple(rounded(x, BACKWARD_BITS) for x in gradient_tests.plain_backward(*args, **options))
+
+
+KERNELS = [
+    stand_in(m.KERNEL, attention, forward=forward, backward=backward) for m in (mosaic_attention, mosaic_attention_grad)
+]
 B, S, H, D = 4, 16, 4, 64
-COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
-def collectives(compiled):
-    return re.findall(rf" ({COLLECTIVES})(?:-start)?\(", compiled.as_text())
+def full(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
 
 
-def marked(f, bits):
-    """A stand-in that rounds to so many bits, more than bfloat16 has, which is seen in the compiled program."""
-
-    def run(*args, **options):
-        return tuple(
-            jax.lax.reduce_precision(x.astype("float32"), 8, bits).astype(x.dtype) for x in f(*args, **options)
-        )
-
-    return run
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-RUNS, RUNS_BACKWARD = "mantissa_bits=20", "mantissa_bits=19"
-FORWARD, BACKWARD = marked(forward_tests.plain_forward, 20), marked(gradient_tests.plain_backward, 19)
-
-
-def stand_in(kernel):
-    def patched(f):
-        def run(*args):
-            with mock.patch.multiple(attention, forward=FORWARD, backward=BACKWARD):
-                return f(*args)
-
-        return f and run
-
-    return dataclasses.replace(
-        kernel, platforms=("cpu",), targets=None, run=patched(kernel.run), save=patched(kernel.save),
-        partition=lambda op, saving: patched(kernel.partition(op, saving)), cost_bytes=lambda op: 0,
-    )  # fmt: skip
-
-
-KERNELS = stand_in(mosaic_attention.KERNEL), stand_in(mosaic_attention_grad.KERNEL)
-
-
-def dot_product_attention(**options):
-    return lambda q, k, v, **beside: jax.nn.dot_product_attention(q, k, v, **options, **beside)
-
-
-full, causal = dot_product_attention(), dot_product_attention(is_causal=True)
-
-
-def many_queries(q, k, v):
-    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * 0.125
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x).astype(v.dtype), v)
-
-
-def flat_heads(q, k, v):
+def flat(q, k, v):
     """Heads and their elements in one dimension, as a product with weights leaves them."""
     q, k, v = (x.reshape(*x.shape[:2], -1, D) for x in (q, k, v))
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*q.shape[:2], -1)
+    return causal(q, k, v).reshape(*q.shape[:2], -1)
 
 
-#: Function; shapes of Q and of K and V; mesh; how these are split; collectives forward and backward, None: any.
-SHAPE = (B, S, H, D)
+def mapped(q, k, v):
+    """Batches along two dimensions, of which the second one is split."""
+    return jax.vmap(causal)(q, k, v)
+
+
+HEADS, BATCH, QUERIES = P(None, None, "model"), P("data"), P(None, "model")
+EACH = (B, S, H, D)
+#: Function; shapes of Q and of K and V; mesh; how these are split; what is sent, backward too, None: more than unfused.
 LAYOUTS = {
-    "batch": (causal, SHAPE, SHAPE, {"data": 4}, P("data"), P("data"), [], []),
-    "heads": (causal, SHAPE, SHAPE, {"model": 4}, P(None, None, "model"), P(None, None, "model"), [], []),
-    "batch and heads": (
-        causal,
-        SHAPE,
-        (B, S, 2, D),
-        {"data": 4, "model": 2},
-        P("data", None, "model"),
-        P("data", None, "model"),
-        [],
-        [],
+    "batch": (causal, EACH, EACH, {"data": 4}, BATCH, BATCH, []),
+    "heads": (causal, EACH, EACH, {"model": 4}, HEADS, HEADS, []),
+    "batch and shared heads": (
+        causal, EACH, (B, S, 2, D), {"data": 4, "model": 2}, P("data", None, "model"), P("data", None, "model"), []
     ),
-    "one head of k": (causal, SHAPE, (B, S, 1, D), {"model": 4}, P(None, None, "model"), P(), [], ["all-reduce"]),
-    "queries": (full, SHAPE, SHAPE, {"seq": 4}, P(None, "seq"), P(), [], ["all-reduce"]),
-    "queries, causal": (causal, SHAPE, SHAPE, {"seq": 4}, P(None, "seq"), P(), None, None),
-    "more parts than heads of k": (
-        causal,
-        (B, S, 8, D),
-        (B, S, 2, D),
-        {"model": 8},
-        P(None, None, "model"),
-        P(),
-        None,
-        None,
+    "heads of Q alone": (causal, EACH, (B, S, 1, D), {"model": 4}, HEADS, P(), ["all-reduce"]),
+    # dK and dV are wanted whole, as the plain program has them.
+    "more parts than heads of K": (
+        causal, (B, S, 8, D), (B, S, 2, D), {"model": 8}, HEADS, P(), ["all-reduce", "all-gather", "all-gather"]
     ),
-    "depth": (
-        causal,
-        SHAPE,
-        SHAPE,
-        {"model": 4},
-        P(None, None, None, "model"),
-        P(None, None, None, "model"),
-        None,
-        None,
+    "heads with their elements": (flat, (B, S, H * D), (B, S, 2 * D), {"model": 2}, HEADS, HEADS, []),
+    "a batch of batches": (mapped, (3, *EACH), (3, *EACH), {"data": 4}, P(None, "data"), P(None, "data"), []),
+    "queries": (full, EACH, EACH, {"model": 4}, QUERIES, P(), ["all-reduce"]),
+    # Which keys a query sees depends on its place: each device has all queries.
+    "queries, causal": (causal, EACH, EACH, {"model": 4}, QUERIES, P(), None),
+    "keys": (full, EACH, EACH, {"model": 4}, P(), QUERIES, None),
+    "elements of a head": (
+        causal, EACH, EACH, {"model": 4}, P(None, None, None, "model"), P(None, None, None, "model"), None
     ),
-    "heads with their elements": (
-        flat_heads,
-        (B, S, H * D),
-        (B, S, 2 * D),
-        {"model": 2},
-        P(None, None, "model"),
-        P(None, None, "model"),
-        [],
-        [],
-    ),
-    "heads in parts": (
-        flat_heads,
-        (B, S, H * D),
-        (B, S, 2 * D),
-        {"model": 8},
-        P(None, None, "model"),
-        P(None, None, "model"),
-        None,
-        None,
-    ),
-}
+    "parts of heads": (flat, (B, S, H * D), (B, S, 2 * D), {"model": 8}, HEADS, HEADS, None),
+}  # fmt: skip
+QUICK = ("more parts than heads of K",)
 
 
-def program(f):
-    def both(q, k, v, ct):
-        y, pull = jax.vjp(f, q, k, v)
-        return y, pull(ct)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+def test_each_device_runs_the_kernel_on_its_part(name):
+    f, shape, shared, axes, of_q, of_k, sent = LAYOUTS[name]
+    args = forward_tests.normal(shape, shared, shared)
+    found, plain = compare(f, KERNELS, args, on_mesh(args, axes, (of_q, of_k, of_k)))
+    assert sent is None or found == sent == plain
 
-    return both
+
+@pytest.mark.slow
+def test_forward_alone_sends_nothing():
+    args = forward_tests.normal((B, S, 8, D), (B, S, 2, D), (B, S, 2, D))
+    split = on_mesh(args, {"model": 8}, (HEADS, P(), P()))
+    assert compare(causal, KERNELS, args, split, forward_only=True) == [[], []]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_parts(name):
-    f, shape, shared, axes, of_q, of_k, forward, backward = LAYOUTS[name]
-    mesh = Mesh(np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values())), tuple(axes))
-    args = forward_tests.normal(shape, shared, shared, shape)
-    specs = of_q, of_k, of_k, of_q
-    split = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
-    fused = aicf_jax.fuse(f, kernels=KERNELS, policy=aicf_jax.Policy(on_failure="raise"))
-    for g, n, counts in ((lambda f: f, 3, forward), (program, 4, backward)):
-        compiled = jax.jit(g(fused)).lower(*split[:n]).compile()
-        unfused = jax.jit(g(f)).lower(*split[:n]).compile()
-        assert RUNS in compiled.as_text()
-        print(name, collectives(compiled), collectives(unfused))
-        found, want = compiled(*split[:n]), jax.jit(g(fused))(*args[:n])
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
-            assert np.max(np.abs(a - b)) <= 4 * 2.0**-8 * np.max(np.abs(b))
-        if counts is not None:
-            assert collectives(compiled) == counts
-    assert RUNS_BACKWARD in compiled.as_text()
+BESIDE = (
+    *("t5", "alibi", "bias of all heads", "flax, padding, a query that sees nothing", "causal and segments"),
+    *("prefix", "mask of each batch", "padding that is a bias"),
+)
+
+
+@pytest.mark.parametrize("name", [n if n == "t5" else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
+def test_arrays_beside_the_scores_are_split_along_their_own_dimensions(name):
+    """Biases that all batches share have the sum of their gradients."""
+    f, beside, _ = forward_tests.BESIDE[name]
+    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
+    of_qkv = [P("data", None, "model")] * 3
+    of_beside = [P("data") if x.shape[0] == forward_tests.SMALL[0] else P() for x in beside]
+    split = on_mesh(args, {"data": 2, "model": 2}, of_qkv + of_beside)
+    found, plain = compare(f, KERNELS, args, split)
+    assert sorted(set(found)) == sorted(set(plain)) and len(found) <= len(plain)
+
+
+@pytest.mark.slow
+def test_biases_of_queries_are_split_with_them():
+    def f(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias=bias)
+
+    args = [*forward_tests.normal(*[EACH] * 3), forward_tests.normal((1, H, S, S))[0].astype(jnp.float32)]
+    split = on_mesh(args, {"model": 4}, (QUERIES, P(), P(), P(None, None, "model")))
+    found, _ = compare(f, KERNELS, args, split)
+    assert set(found) == {"all-reduce"}
