@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,12 +35,14 @@ class Partition:
       contracted: ``contracted(axes, *inputs) -> results``, what runs on a part where a name that no result has is
         split, over these axes of the mesh; it adds up over them what it has to. None: each result is in `sums`, or
         there are no such names.
+      most: of some names, into how many parts they may be split.
     """
 
     inputs: Names
     results: Names
     sums: tuple[int, ...] = ()
     contracted: Callable[..., Sequence[Any]] | None = None
+    most: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def inner(self) -> frozenset[str]:
@@ -136,7 +138,8 @@ def _axes(
         for name, size, part in zip(names, shape, spec, strict=False):
             over = _flat(part)
             count = math.prod(mesh.shape[a] for a in over)
-            if name is not None and over and name not in found and not used.intersection(over) and size % count == 0:
+            is_free = name is not None and over and name not in found and not used.intersection(over)
+            if is_free and size % count == 0 and count <= partition.most.get(name, count):
                 found[name] = part
                 used.update(over)
     return found

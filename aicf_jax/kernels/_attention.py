@@ -7,9 +7,11 @@ it is called, and so imported, when a kernel runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from aicf_jax.kernels import _attention_sides
@@ -69,8 +71,12 @@ def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = 
     return Where(f"Q, K, V and a result of one 16-bit type, {text}", holds)
 
 
-def forward(library: Callable[[], Any], with_sides: bool = False) -> dict[str, Any]:
-    """``run``, ``save`` and ``partition`` of a `Kernel`. `with_sides`: its library takes masks and biases."""
+def forward(library: Callable[[], Any], with_sides: bool = False, any_band: bool = True) -> dict[str, Any]:
+    """``run``, ``save`` and ``partition`` of a `Kernel`.
+
+    `with_sides`: its library takes masks and biases. `any_band`: it takes a band wherever that lies.
+    """
+    apart = functools.partial(on_parts, any_band=any_band)
 
     def called(how: Callable[..., Any], saving: bool, op: FusedOp, inputs: Any) -> tuple[Any, ...]:
         return _forward(library().forward, with_sides, how, op, inputs, saving)
@@ -83,7 +89,7 @@ def forward(library: Callable[[], Any], with_sides: bool = False) -> dict[str, A
         return (out,), tuple(statistics)
 
     def partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
-        return lambda *inputs: called(on_parts, saving, op, inputs)
+        return lambda *inputs: called(apart, saving, op, inputs)
 
     return {"run": run, "save": save, "partition": partition}
 
@@ -136,17 +142,19 @@ def known(op: FusedOp) -> Variant:
     return found
 
 
-def gradient(library: Callable[[], Any], with_sides: bool = False) -> dict[str, Any]:
+def gradient(library: Callable[[], Any], with_sides: bool = False, any_band: bool = True) -> dict[str, Any]:
     """``run`` and ``partition`` of a `Kernel` for the gradients of Q, K and V, and of arrays beside the scores.
 
     From the result and the statistics of its rows. An array may be several of these; its gradient is the sum of theirs.
+    Arguments as those of `forward`.
     """
+    apart = functools.partial(on_parts, any_band=any_band)
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
         return _gradient(library().backward, with_sides, whole, op, inputs)
 
     def partition(op: FusedOp, saving: bool) -> Callable[..., Any]:
-        return lambda *inputs: _gradient(library().backward, with_sides, on_parts, op, inputs)
+        return lambda *inputs: _gradient(library().backward, with_sides, apart, op, inputs)
 
     return {"run": run, "partition": partition}
 
@@ -199,6 +207,9 @@ def _gradient(
 
 _Axes = Sequence[Sequence[str]]
 
+#: Each is a kernel of its own in the program of every device.
+_MOST_BANDS = 8
+
 
 def whole(
     v: Variant, f: Callable[..., Any], axes: _Axes, arrays: Sequence[Any], results: _Axes, summed: bool = False
@@ -208,30 +219,39 @@ def whole(
 
 
 def on_parts(
-    v: Variant, f: Callable[..., Any], axes: _Axes, arrays: Sequence[Any], results: _Axes, summed: bool = False
-) -> Sequence[Any]:
+    v: Variant, f: Callable[..., Any], axes: _Axes, arrays: Sequence[Any], results: _Axes, summed: bool = False,
+    any_band: bool = True,
+) -> Sequence[Any]:  # fmt: skip
     """``f(variant, *arrays)``, each device on its part of the arrays and with a variant of their sizes.
 
     Split may be batches, heads of K with the whole groups of heads of Q that share each, heads of one group, and
-    queries where no limit on the distance to a key says that a query is more than a row. Keys and depths are summed
-    over by the kernel, and whole.
+    queries. Over a band each part of the queries is a variant of its own, which a device chooses by its place: at most
+    `_MOST_BANDS` of them, and only for `any_band`; else queries are whole. Keys and depths are summed over by the
+    kernel, and whole.
 
     `axes`: of the dimensions of each array; `results`: of each result. `summed`: results are sums over the axes that
     they do not have.
     """
-    r = v.roles
-    free = [*r.batch, *r.group, *([r.query] if v.band == Band() else [])]
+    r, is_banded = v.roles, v.band != Band()
+    free = [*r.batch, *r.group, *([r.query] if any_band or not is_banded else [])]
     names = {a: f"x{k}" for k, a in enumerate(free)}
 
-    def part(*parts: Any) -> Sequence[Any]:
+    def part(places: Any, *parts: Any) -> Sequence[Any]:
         sizes = dict(v.sizes)
         for of, x in zip(axes, parts, strict=True):
             sizes.update(zip(of, x.shape, strict=True))
-        return f(dataclasses.replace(v, sizes=tuple(sizes.items())), *parts)
+        of_part, own = dataclasses.replace(v, sizes=tuple(sizes.items())), sizes[r.query]
+        count = v.size(r.query) // own
+        if count == 1 or not is_banded:
+            return f(of_part, *parts)
+        variants = [dataclasses.replace(of_part, band=v.band.moved(k * own)) for k in range(count)]
+        return jax.lax.switch(places[0] // own, [functools.partial(f, x) for x in variants], *parts)
 
-    inputs, outputs = (tuple(tuple(names.get(a) for a in of) for of in all_of) for all_of in (axes, results))
-    rule = Partition(inputs, outputs, tuple(range(len(results))) if summed else ())
-    return split(part, rule)(*arrays)
+    axes_of_all = ((r.query,), *axes)
+    inputs, outputs = (tuple(tuple(names.get(a) for a in of) for of in all_of) for all_of in (axes_of_all, results))
+    most = {names[r.query]: _MOST_BANDS} if is_banded and r.query in names else {}
+    rule = Partition(inputs, outputs, tuple(range(len(results))) if summed else (), most=most)
+    return split(part, rule)(jnp.arange(v.size(r.query), dtype=jnp.int32), *arrays)
 
 
 def moved_bytes(op: FusedOp) -> int:

@@ -15,7 +15,7 @@ KERNEL = Kernel(
     "attention",
     ("cuda",),
     capabilities(TEXT, fits),
-    **forward(library),
+    **forward(library, any_band=False),
     cost_bytes=ranked_bytes,
     targets=TARGETS,
     opaque=True,

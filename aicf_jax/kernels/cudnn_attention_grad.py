@@ -15,7 +15,7 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(TEXT, fits),
-    **gradient(library),
+    **gradient(library, any_band=False),
     deterministic=False,
     cost_bytes=ranked_bytes,
     targets=TARGETS,

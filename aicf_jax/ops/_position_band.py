@@ -30,6 +30,10 @@ class Band:
         upper = [x for x in (self.upper, other.upper) if x is not None]
         return Band(max(lower, default=None), min(upper, default=None))
 
+    def moved(self, first: int) -> Band:
+        """The band of the queries from `first` on, counted from there."""
+        return Band(*(None if x is None else x + first for x in (self.lower, self.upper)))
+
 
 def conditions(graph: Any, v: int, seen: bool) -> list[tuple[int, bool]]:
     """What a predicate being `seen` means, as values that must all be what is given beside them; empty: nothing.

@@ -3,12 +3,14 @@
 The kernels' equations in plain jax stand in for them.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from aicf_jax.kernels import mosaic_attention, mosaic_attention_grad
+from aicf_jax.kernels import _attention, mosaic_attention, mosaic_attention_grad
 from pallas_kernels import attention
 from tests.aicf_jax import test_mosaic_attention as forward_tests
 from tests.aicf_jax import test_mosaic_attention_grad as gradient_tests
@@ -35,6 +37,10 @@ def full(q, k, v):
 
 def causal(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def window(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=3)
 
 
 def flat(q, k, v):
@@ -65,8 +71,9 @@ LAYOUTS = {
     "heads with their elements": (flat, (B, S, H * D), (B, S, 2 * D), {"model": 2}, HEADS, HEADS, []),
     "a batch of batches": (mapped, (3, *EACH), (3, *EACH), {"data": 4}, P(None, "data"), P(None, "data"), []),
     "queries": (full, EACH, EACH, {"model": 4}, QUERIES, P(), ["all-reduce"]),
-    # Which keys a query sees depends on its place: each device has all queries.
-    "queries, causal": (causal, EACH, EACH, {"model": 4}, QUERIES, P(), None),
+    # Which keys a query sees depends on its place.
+    "queries, causal": (causal, EACH, EACH, {"model": 4}, QUERIES, P(), ["all-reduce"]),
+    "queries, window": (window, EACH, EACH, {"model": 8}, QUERIES, P(), ["all-reduce"]),
     "keys": (full, EACH, EACH, {"model": 4}, P(), QUERIES, None),
     "elements of a head": (
         causal, EACH, EACH, {"model": 4}, P(None, None, None, "model"), P(None, None, None, "model"), None
@@ -91,6 +98,25 @@ def test_forward_alone_sends_nothing():
     assert compare(causal, KERNELS, args, split, forward_only=True) == [[], []]
 
 
+@pytest.mark.slow
+def test_more_bands_than_there_may_be_are_one(monkeypatch):
+    monkeypatch.setattr(_attention, "_MOST_BANDS", 2)
+    args = forward_tests.normal(EACH, EACH, EACH)
+    found, _ = compare(causal, KERNELS, args, on_mesh(args, {"model": 4}, (QUERIES, P(), P())), forward_only=True)
+    assert found == ["all-gather"]
+
+
+@pytest.mark.slow
+def test_a_kernel_that_takes_no_band_wherever_it_lies_has_all_queries():
+    """As cuDNN's. Its equations are those of the others."""
+    args = forward_tests.normal(EACH, EACH, EACH)
+    kernel = dataclasses.replace(mosaic_attention.KERNEL, **_attention.forward(lambda: attention, True, any_band=False))
+    kernels = [stand_in(kernel, attention, forward=forward, backward=backward)]
+    split = on_mesh(args, {"model": 4}, (QUERIES, P(), P()))
+    found, _ = compare(causal, kernels, args, split, forward_only=True)
+    assert found == ["all-gather"]
+
+
 BESIDE = (
     *("t5", "alibi", "bias of all heads", "flax, padding, a query that sees nothing", "causal and segments"),
     *("prefix", "mask of each batch", "padding that is a bias"),
@@ -110,9 +136,10 @@ def test_arrays_beside_the_scores_are_split_along_their_own_dimensions(name):
 
 
 @pytest.mark.slow
-def test_biases_of_queries_are_split_with_them():
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_biases_of_queries_are_split_with_them(is_causal):
     def f(q, k, v, bias):
-        return jax.nn.dot_product_attention(q, k, v, bias=bias)
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=is_causal)
 
     args = [*forward_tests.normal(*[EACH] * 3), forward_tests.normal((1, H, S, S))[0].astype(jnp.float32)]
     split = on_mesh(args, {"model": 4}, (QUERIES, P(), P(), P(None, None, "model")))
