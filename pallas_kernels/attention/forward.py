@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
 from pallas_kernels._padding import cut, padded
-from pallas_kernels.attention import merge, online, sides
+from pallas_kernels.attention import dropout, merge, online, sides
 from pallas_kernels.attention.config import QUERY_ROWS, ForwardConfig, head_swizzle
+from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem, problem
 from pallas_kernels.attention.sides import ATOM_ROWS, Arrays
@@ -47,6 +48,8 @@ def forward(
     bias_factor: float = 1.0,
     key_bias: jax.Array | None = None,
     fill: float = -math.inf,
+    keep: jax.Array | Bernoulli | None = None,
+    keep_factor: float = 1.0,
     layouts: tuple[str, ...] = ("bshd",) * 4,
     with_statistics: bool = False,
     config: ForwardConfig | None = None,
@@ -72,6 +75,9 @@ def forward(
       key_bias: ``[B, H, T]``, likewise added, for all queries.
       fill: what X is where a query does not see a key. A query that sees no key has NaN where it is -inf, and
         otherwise the mean of V over the keys whose X is the fill.
+      keep: ``[B, H, S, T]``, boolean, B and H as above: behind the softmax, weights are multiplied by ``keep_factor``
+        where it is true, and by 0 elsewhere. Or a `Bernoulli`, which the kernel makes tile by tile.
+      keep_factor: a number.
       layouts: of q, k, v and O.
       with_statistics: whether the backward wants ``m`` and ``l``.
       config: tiles; by shape unless told otherwise.
@@ -84,15 +90,16 @@ def forward(
       ValueError: naming the argument, what was expected, what was found.
     """
     arrays, unpack = Arrays(tuple(segments), mask, bias, key_bias), None
-    if merge.is_one_query(q, k, layouts, lower, upper, arrays):
+    if keep is None and merge.is_one_query(q, k, layouts, lower, upper, arrays):
         q, arrays, unpack = merge.heads_as_queries(q, k, arrays, layouts)
         layouts, lower, upper = ("bhsd", *layouts[1:3], "bhsd"), None, None
     p = problem(
         q, k, v, scale=scale, lower=lower, upper=upper, softcap=softcap, arrays=arrays, bias_factor=bias_factor,
-        fill=fill, layouts=layouts, with_statistics=with_statistics, config=config, simulated=interpret is not None,
+        fill=fill, keep=keep, keep_factor=keep_factor, layouts=layouts, with_statistics=with_statistics, config=config,
+        simulated=interpret is not None,
     )  # fmt: skip
     operands = [padded(x, layout.index("s"), ATOM_ROWS) for x, layout in zip((q, k, v), layouts, strict=False)]
-    beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k)
+    beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k) + dropout.operands(keep)
     out, *statistics = _call(p, interpret, beside)(*operands, *beside)
     if p.config.splits > 1:
         out, *statistics = merge.merged(p, out, *statistics)
@@ -130,7 +137,8 @@ def _results(p: Problem) -> list[Any]:
 def _body(p: Problem, beside: int, q: Any, k: Any, v: Any, *refs: Any) -> None:
     """The kernel: allocate, then load with one warpgroup and compute with the others."""
     pl = _mosaic.mosaic().pl
-    extra, out, statistics = sides.named(p.sides, refs[:beside]), refs[beside], refs[beside + 1 :]
+    out, statistics, of_sides = refs[beside], refs[beside + 1 :], beside - (p.keep is not None)
+    extra = {**sides.named(p.sides, refs[:of_sides]), **dict(zip(("keep",), refs[of_sides:beside], strict=False))}
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **_allocations(p, extra))
     def _scope(**smem: Any) -> None:
@@ -150,16 +158,19 @@ def _allocations(p: Problem, extra: Any) -> dict[str, Any]:
     swizzle = head_swizzle(p.head_dim)
     tiled = gpu.TilingTransform((ATOM_ROWS, swizzle // 2)), gpu.SwizzleTransform(swizzle)
     keys = gpu.SMEM((c.stages, c.block_k, p.head_dim), p.dtype, transforms=tiled)
-    barriers = {"rows_loaded": c.warpgroups, "v_loaded": c.stages}
+    reads_keep = p.keep is not None and p.keep.is_read
     found = {
         "rows": gpu.SMEM((c.warpgroups, QUERY_ROWS, p.head_dim), p.dtype, transforms=tiled),
         "k_smem": keys,
         "v_smem": keys,
-        **{name: gpu.Barrier(num_barriers=n) for name, n in barriers.items()},
+        "rows_loaded": gpu.Barrier(num_barriers=c.warpgroups),
+        "v_loaded": gpu.Barrier(num_arrivals=1 + reads_keep * c.warpgroups, num_barriers=c.stages),
         "k_loaded": gpu.Barrier(num_arrivals=1 + p.sides.copies(c.warpgroups), num_barriers=c.stages),
         **{name: gpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages) for name in ("k_used", "v_used")},
         **sides.allocations(p.sides, c.stages, c.warpgroups, c.block_k, extra),
     }
+    if reads_keep:
+        found["keep_smem"] = sides.tiles(extra["keep"], (c.stages, c.warpgroups, QUERY_ROWS, c.block_k))
     if c.ping_pong:
         found["turn"] = gpu.Barrier(num_barriers=c.warpgroups)
     if online.may_go_on(p):
@@ -196,6 +207,9 @@ def _load(p: Problem, place: Any, k: Any, v: Any, extra: Any, **smem: Any) -> No
             gpu.copy_gmem_to_smem(at(ref, layout, batch, kv_head, keys), smem[name + "_smem"].at[slot], loaded)
             if name == "k":
                 sides.load(p.sides, extra, smem, (batch, head, rows), keys, slot, loaded)
+            elif p.keep is not None and p.keep.is_read:
+                tiles = smem["keep_smem"].at[slot]
+                sides.load_tiles(extra["keep"], p.keep.shape, tiles, (batch, head, rows), keys, loaded)
 
     steps = online.visit(p, place, smem, p.config.warpgroups, load)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import scores, sides
+from pallas_kernels.attention import dropout, scores, sides
 from pallas_kernels.attention.config import QUERY_ROWS
 from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem
@@ -96,7 +96,8 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, head, here), smem["rows"].at[wg], loaded)
     ids = sides.query_ids(p.sides, extra, batch, head, here, p.simulated)
     gpu.barrier_wait(loaded)
-    found, step = visited(p, place), functools.partial(_step, p, first_row, ids, smem)
+    kept = dropout.reader(p.keep, extra.get("keep"), (batch, head), (p.queries, p.keys))
+    found, step = visited(p, place), functools.partial(_step, p, first_row, ids, kept, smem)
 
     def visible(carry: Any) -> Any:
         def one(masked: bool, block: Any, carry: Any) -> Any:
@@ -154,6 +155,8 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
     gpu = _mosaic.mosaic().gpu
     batch, head, _, split = place
     total, power, weight = carry
+    if p.keep is not None and p.keep.factor != 1.0:
+        total = total * p.keep.factor
     if p.config.splits > 1:
         found, result = smem["sums_smem"].at[wg], out.at[batch * p.config.splits + split, head, here]
         found[...] = total
@@ -174,7 +177,9 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
 # -- one block ---------------------------------------------------------------------------------------------------------
 
 
-def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any) -> Any:
+def _step(
+    p: Problem, first_row: Any, ids: Any, kept: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any
+) -> Any:
     """One block of keys: ``(sum of e V, power, sum of e)`` with it.
 
     ``e = exp(X) / 2^power``, at most 1; where scores are kept as they are, power is the largest of them instead, and
@@ -202,9 +207,13 @@ def _step(p: Problem, first_row: Any, ids: Any, smem: Any, masked: bool, step: A
     total = total * jax.lax.broadcast_in_dim(correction, total.shape, (0,))
     e = e.astype(p.dtype)
     total, power, weight, e = jax.lax.optimization_barrier((total, power, weight, e))
+    gpu.barrier_wait(smem["v_loaded"].at[slot])
+    if kept is not None:
+        tile = functools.partial(sides.tile, smem, "keep", slot, wg, p.simulated)
+        e = jnp.where(kept(first_row, block * c.block_k, e.shape, tile), e, jnp.zeros((), p.dtype))
+        gpu.commit_smem()  # read, before TMA writes there again
     if c.ping_pong:
         gpu.barrier_wait(smem["turn"].at[wg])
-    gpu.barrier_wait(smem["v_loaded"].at[slot])
     staging = smem["p_smem"].at[wg] if p.simulated else None
     (total,) = scores.add_products((total,), ((e, smem["v_smem"].at[slot]),), staging)
     gpu.barrier_arrive(smem["v_used"].at[slot])

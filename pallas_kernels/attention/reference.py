@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.dropout import Bernoulli
+
 
 def forward(
     q: jax.Array,
@@ -25,6 +27,8 @@ def forward(
     bias_factor: float = 1.0,
     key_bias: Any = None,
     fill: float = -math.inf,
+    keep: Any = None,
+    keep_factor: float = 1.0,
     layouts: tuple[str, ...] = ("bshd",) * 4,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -48,7 +52,13 @@ def forward(
     m = jnp.max(x, -1)
     e = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
     total = jnp.sum(e, -1)
-    p = (e / total[..., None]).reshape(b, heads, h // heads, s, t)
+    p = e / total[..., None]
+    if isinstance(keep, Bernoulli):
+        key = jax.random.wrap_key_data(keep.words)
+        keep = jax.random.bernoulli(key, jnp.float32(keep.probability), keep.shape)
+    if keep is not None:
+        p = p * (keep * jnp.asarray(keep_factor, dtype))
+    p = p.reshape(b, heads, h // heads, s, t)
     out = jnp.einsum("bkgst,bktd->bkgsd", p, v, precision="highest").reshape(b, h, s, d)
     return _by_heads(out, layouts[3]), m, total
 

@@ -111,15 +111,16 @@ class Arrays:
                 found.append(_longer(queries.astype(jnp.int32), 2, rows))
             found.append(_longer(keys.astype(jnp.int32), 2, columns))
         if self.mask is not None:
-            found.append(_whole_atoms(self.mask.astype(jnp.int8)))
+            found.append(whole_atoms(self.mask.astype(jnp.int8)))
         if self.bias is not None:
-            found.append(_whole_atoms(self.bias))
+            found.append(whole_atoms(self.bias))
         if self.key_bias is not None:
             found.append(_longer(self.key_bias.astype(jnp.float32), 2, columns))
         return found
 
 
-def _whole_atoms(x: Any) -> Any:
+def whole_atoms(x: Any) -> Any:
+    """An array with rows and columns that TMA tiles by atoms of shared memory."""
     width = _ATOM_BYTES // x.dtype.itemsize
     return _longer(_longer(x, 2, x.shape[2] + -x.shape[2] % ATOM_ROWS), 3, x.shape[3] + -x.shape[3] % width)
 
@@ -150,13 +151,18 @@ def allocations(sides: Sides, stages: int, warpgroups: int, block_k: int, refs: 
     shape = stages, warpgroups, QUERY_ROWS, block_k
     for name, has_tiles in (("mask", sides.mask is not None), ("bias", sides.bias is not None)):
         if has_tiles:
-            dtype = refs[name].dtype
-            swizzle = _swizzle(refs[name].shape[3] * dtype.itemsize, block_k * dtype.itemsize)
-            tiled = gpu.TilingTransform((ATOM_ROWS, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
-            found[name] = gpu.SMEM(shape, dtype, transforms=tiled)
+            found[name] = tiles(refs[name], shape)
     if sides.key_bias is not None:
         found["key_bias"] = gpu.SMEM((stages, block_k), jnp.float32)
     return {f"{name}_smem": x for name, x in found.items()}
+
+
+def tiles(ref: Any, shape: tuple[int, ...]) -> Any:
+    """Shared memory of this shape for tiles of an array of queries x keys."""
+    gpu, dtype = _mosaic.mosaic().gpu, ref.dtype
+    swizzle = _swizzle(ref.shape[3] * dtype.itemsize, shape[-1] * dtype.itemsize)
+    tiled = gpu.TilingTransform((ATOM_ROWS, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
+    return gpu.SMEM(shape, dtype, transforms=tiled)
 
 
 def _swizzle(row_bytes: int, block_bytes: int) -> int:
@@ -166,22 +172,28 @@ def _swizzle(row_bytes: int, block_bytes: int) -> int:
 def load(sides: Sides, refs: Mapping[str, Any], smem: Any, place: Any, keys: Any, slot: Any, loaded: Any) -> None:
     """Copies what belongs to a block of keys. `place`: batch, head and the first query of each warpgroup."""
     gpu = _mosaic.mosaic().gpu
-    batch, head, rows = place
+    batch, head, _ = place
     for i, (_, shape) in enumerate(sides.segments):
-        source = refs[f"key_ids_{i}"].at[(*_index(shape, batch, head), keys)]
+        source = refs[f"key_ids_{i}"].at[(*index(shape, batch, head), keys)]
         gpu.copy_gmem_to_smem(source, smem[f"key_ids_{i}_smem"].at[slot], loaded)
     for name, shape in (("mask", sides.mask), ("bias", sides.bias)):
-        if shape is None:
-            continue
-        for wg, queries in enumerate(rows):
-            source = refs[name].at[(*_index(shape, batch, head), queries, keys)]
-            gpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot, wg], loaded)
+        if shape is not None:
+            load_tiles(refs[name], shape, smem[f"{name}_smem"].at[slot], place, keys, loaded)
     if sides.key_bias is not None:
-        source = refs["key_bias"].at[(*_index(sides.key_bias, batch, head), keys)]
+        source = refs["key_bias"].at[(*index(sides.key_bias, batch, head), keys)]
         gpu.copy_gmem_to_smem(source, smem["key_bias_smem"].at[slot], loaded)
 
 
-def _index(shape: tuple[int, int], batch: Any, head: Any) -> tuple[Any, Any]:
+def load_tiles(ref: Any, shape: tuple[int, int], smem: Any, place: Any, keys: Any, loaded: Any) -> None:
+    """Copies a tile for each warpgroup."""
+    batch, head, rows = place
+    for wg, queries in enumerate(rows):
+        source = ref.at[(*index(shape, batch, head), queries, keys)]
+        _mosaic.mosaic().gpu.copy_gmem_to_smem(source, smem.at[wg], loaded)
+
+
+def index(shape: tuple[int, int], batch: Any, head: Any) -> tuple[Any, Any]:
+    """Where an array of ``(B or 1, H or 1)`` has what belongs to a batch and a head."""
     return (batch if shape[0] > 1 else 0), (head if shape[1] > 1 else 0)
 
 
@@ -193,7 +205,7 @@ def query_ids(sides: Sides, refs: Mapping[str, Any], batch: Any, head: Any, rows
         if shape is None:
             found.append(None)
         else:
-            ref = refs[f"query_ids_{i}"].at[(*_index(shape, batch, head), rows)]
+            ref = refs[f"query_ids_{i}"].at[(*index(shape, batch, head), rows)]
             found.append(_compat.load(ref, gpu.Layout.WGMMA.reduce(1), simulated))
     return found
 
@@ -201,7 +213,7 @@ def query_ids(sides: Sides, refs: Mapping[str, Any], batch: Any, head: Any, rows
 def biased(sides: Sides, scores: Any, smem: Any, slot: Any, wg: Any, simulated: bool) -> Any:
     """Scores with what is added to them."""
     if sides.bias is not None:
-        bias = _tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
+        bias = tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
         scores = scores + (bias if sides.bias_factor == 1.0 else bias * sides.bias_factor)
     if sides.key_bias is not None:
         scores = scores + jax.lax.broadcast_in_dim(smem["key_bias_smem"][slot], scores.shape, (1,))
@@ -215,9 +227,10 @@ def seen(sides: Sides, ids: Sequence[Any], shape: Any, smem: Any, slot: Any, wg:
         of_key = jax.lax.broadcast_in_dim(smem[f"key_ids_{i}_smem"][slot], shape, (1,))
         conditions.append(of_key == (0 if of_query is None else jax.lax.broadcast_in_dim(of_query, shape, (0,))))
     if sides.mask is not None:
-        conditions.append(_tile(smem, "mask", slot, wg, simulated) != 0)
+        conditions.append(tile(smem, "mask", slot, wg, simulated) != 0)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _tile(smem: Any, name: str, slot: Any, wg: Any, simulated: bool) -> Any:
+def tile(smem: Any, name: str, slot: Any, wg: Any, simulated: bool) -> Any:
+    """A tile of an array of queries x keys, in registers as the scores are."""
     return _compat.load(smem[f"{name}_smem"].at[slot, wg], _mosaic.mosaic().gpu.Layout.WGMMA, simulated)
