@@ -112,7 +112,7 @@ QUICK: Mapping[str, Case] = {
         1, 72, 200, upper=0, padding=True, segments=True, blind=True, fill=_LOWEST, config=_SMALL
     ),
     "dropout drawn in the kernel, causal, shared heads, ragged": Case(
-        2, 72, 200, 2, 1, upper=128, keep="bhst", drawn=True, config=_SMALL
+        1, 72, 100, 2, 1, upper=28, keep="bhst", drawn=True, config=_SMALL
     ),
     "bias and mask by tiles, heads of 80": Case(
         1, 40, 136, 2, head_dim=80, mask="11st", bias="1hst", upper=110, config=_ONE
@@ -123,6 +123,9 @@ QUICK: Mapping[str, Case] = {
 SLOW: Mapping[str, Case] = {
     "keys in two parts, shared heads, padding": Case(
         1, 1, 200, 4, 2, padding=True, config=dataclasses.replace(_ONE, splits=2)
+    ),
+    "dropout drawn, causal, shared heads, batches": Case(
+        2, 72, 200, 2, 1, upper=128, keep="bhst", drawn=True, config=_SMALL
     ),
     "dropout from an array": Case(2, 136, 200, 2, keep="bhst", config=_SMALL),
     "dropout from an array that all share, odd lengths": Case(2, 75, 101, 4, 2, upper=30, keep="11st", config=_SMALL),

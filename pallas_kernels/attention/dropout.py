@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._arguments import expect, expect_attribute
-from pallas_kernels.attention.sides import index, whole_atoms
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -77,25 +76,21 @@ class Keep:
         return self.last is None
 
 
-def described(function: str, keep: Any, factor: float) -> Keep | None:
-    """What kernels are told of an array of truth values, or a `Bernoulli`. Raises ValueError for one of another key."""
-    if keep is None:
-        return None
+def check(function: str, keep: Any, factor: float) -> None:
+    """Raises ValueError unless a `Bernoulli` has a key that kernels draw from, and the factor is a number."""
     expect(function, "keep_factor", math.isfinite(factor), "a number", factor)
-    last = None
     if isinstance(keep, Bernoulli):
         is_ours = not jnp.issubdtype(keep.key.dtype, jax.dtypes.prng_key) or str(keep.key.dtype) == "key<fry>"
         ok = is_ours and keep.words.shape == (2,) and keep.words.dtype == jnp.uint32
         expect(function, "keep", ok, "one key of jax's default generator", (keep.key.shape, str(keep.key.dtype)))
-        last = last_kept(keep.probability)
-    return Keep((keep.shape[0], keep.shape[1]), float(factor), last)
 
 
-def operands(keep: Any) -> list[Any]:
-    """What a kernel reads: an array of bytes, or the words of the key."""
+def described(keep: Any, factor: float) -> Keep | None:
+    """What kernels are specialized on: of an array of truth values, a `Bernoulli`, or None."""
     if keep is None:
-        return []
-    return [keep.words if isinstance(keep, Bernoulli) else whole_atoms(keep.astype(jnp.int8))]
+        return None
+    last = last_kept(keep.probability) if isinstance(keep, Bernoulli) else None
+    return Keep((keep.shape[0], keep.shape[1]), float(factor), last)
 
 
 def last_kept(probability: float) -> int:
@@ -134,13 +129,13 @@ def drawn(words: Any, last: int, start: Any, strides: tuple[int, int], shape: tu
 
 
 def reader(
-    keep: Keep | None, ref: Any, place: tuple[Any, Any], sizes: tuple[int, int], turned: bool = False
+    keep: Keep | None, refs: Mapping[str, Any], place: tuple[Any, Any], sizes: tuple[int, int], turned: bool = False
 ) -> Callable[[Any, Any, tuple[int, int], Callable[[], Any]], Any] | None:
     """``(first row, first column, shape, tile) -> which elements of a tile are kept``; None where all are.
 
     Args:
       keep: what there is.
-      ref: of the words of the key.
+      refs: the kernel's, by name.
       place: batch and head of Q.
       sizes: queries and keys.
       turned: whether rows are keys.
@@ -152,9 +147,11 @@ def reader(
     if keep.last is None:
         return lambda row, column, shape, tile: tile() != 0
     queries, keys = sizes
-    words, last = (ref[0], ref[1]), keep.last
-    batch, head = (jnp.asarray(x, jnp.int32).astype(jnp.uint32) for x in index(keep.shape, *place))
-    first = (batch * np.uint32(keep.shape[1]) + head) * np.uint32(queries * keys % 2**32)
+    words, last = (refs["words"][0], refs["words"][1]), keep.last
+    first = jnp.uint32(0)
+    for size, x in zip(keep.shape, place, strict=True):
+        first = first * np.uint32(size) + (x.astype(jnp.uint32) if size > 1 else np.uint32(0))
+    first = first * np.uint32(queries * keys)
 
     def made(row: Any, column: Any, shape: tuple[int, int], tile: Callable[[], Any]) -> Any:
         query, key = (column, row) if turned else (row, column)

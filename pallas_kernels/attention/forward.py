@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
 from pallas_kernels._padding import cut, padded
-from pallas_kernels.attention import dropout, merge, online, sides
+from pallas_kernels.attention import merge, online, sides
 from pallas_kernels.attention.config import QUERY_ROWS, ForwardConfig, head_swizzle
 from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.gradient_problem import at
@@ -89,17 +89,17 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    arrays, unpack = Arrays(tuple(segments), mask, bias, key_bias), None
-    if keep is None and merge.is_one_query(q, k, layouts, lower, upper, arrays):
+    arrays, unpack = Arrays(tuple(segments), mask, bias, key_bias, keep), None
+    if merge.is_one_query(q, k, layouts, lower, upper, arrays):
         q, arrays, unpack = merge.heads_as_queries(q, k, arrays, layouts)
         layouts, lower, upper = ("bhsd", *layouts[1:3], "bhsd"), None, None
     p = problem(
         q, k, v, scale=scale, lower=lower, upper=upper, softcap=softcap, arrays=arrays, bias_factor=bias_factor,
-        fill=fill, keep=keep, keep_factor=keep_factor, layouts=layouts, with_statistics=with_statistics, config=config,
+        fill=fill, keep_factor=keep_factor, layouts=layouts, with_statistics=with_statistics, config=config,
         simulated=interpret is not None,
     )  # fmt: skip
     operands = [padded(x, layout.index("s"), ATOM_ROWS) for x, layout in zip((q, k, v), layouts, strict=False)]
-    beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k) + dropout.operands(keep)
+    beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k)
     out, *statistics = _call(p, interpret, beside)(*operands, *beside)
     if p.config.splits > 1:
         out, *statistics = merge.merged(p, out, *statistics)
@@ -137,8 +137,7 @@ def _results(p: Problem) -> list[Any]:
 def _body(p: Problem, beside: int, q: Any, k: Any, v: Any, *refs: Any) -> None:
     """The kernel: allocate, then load with one warpgroup and compute with the others."""
     pl = _mosaic.mosaic().pl
-    out, statistics, of_sides = refs[beside], refs[beside + 1 :], beside - (p.keep is not None)
-    extra = {**sides.named(p.sides, refs[:of_sides]), **dict(zip(("keep",), refs[of_sides:beside], strict=False))}
+    extra, out, statistics = sides.named(p.sides, refs[:beside]), refs[beside], refs[beside + 1 :]
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **_allocations(p, extra))
     def _scope(**smem: Any) -> None:
@@ -158,19 +157,16 @@ def _allocations(p: Problem, extra: Any) -> dict[str, Any]:
     swizzle = head_swizzle(p.head_dim)
     tiled = gpu.TilingTransform((ATOM_ROWS, swizzle // 2)), gpu.SwizzleTransform(swizzle)
     keys = gpu.SMEM((c.stages, c.block_k, p.head_dim), p.dtype, transforms=tiled)
-    reads_keep = p.keep is not None and p.keep.is_read
+    barriers = {"rows_loaded": c.warpgroups, "v_loaded": c.stages}
     found = {
         "rows": gpu.SMEM((c.warpgroups, QUERY_ROWS, p.head_dim), p.dtype, transforms=tiled),
         "k_smem": keys,
         "v_smem": keys,
-        "rows_loaded": gpu.Barrier(num_barriers=c.warpgroups),
-        "v_loaded": gpu.Barrier(num_arrivals=1 + reads_keep * c.warpgroups, num_barriers=c.stages),
+        **{name: gpu.Barrier(num_barriers=n) for name, n in barriers.items()},
         "k_loaded": gpu.Barrier(num_arrivals=1 + p.sides.copies(c.warpgroups), num_barriers=c.stages),
         **{name: gpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages) for name in ("k_used", "v_used")},
         **sides.allocations(p.sides, c.stages, c.warpgroups, c.block_k, extra),
     }
-    if reads_keep:
-        found["keep_smem"] = sides.tiles(extra["keep"], (c.stages, c.warpgroups, QUERY_ROWS, c.block_k))
     if c.ping_pong:
         found["turn"] = gpu.Barrier(num_barriers=c.warpgroups)
     if online.may_go_on(p):
@@ -207,9 +203,6 @@ def _load(p: Problem, place: Any, k: Any, v: Any, extra: Any, **smem: Any) -> No
             gpu.copy_gmem_to_smem(at(ref, layout, batch, kv_head, keys), smem[name + "_smem"].at[slot], loaded)
             if name == "k":
                 sides.load(p.sides, extra, smem, (batch, head, rows), keys, slot, loaded)
-            elif p.keep is not None and p.keep.is_read:
-                tiles = smem["keep_smem"].at[slot]
-                sides.load_tiles(extra["keep"], p.keep.shape, tiles, (batch, head, rows), keys, loaded)
 
     steps = online.visit(p, place, smem, p.config.warpgroups, load)
 

@@ -5,18 +5,44 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.gradient_problem import BackwardConfig
 
 _HEADS_FIRST = ("bhsd",) * 4
 
+#: What programs in float32 fill with.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
 #: In the simulator, on every run.
 QUICK: Mapping[str, Case] = {
     "ragged, causal to the last key, shared heads": Case(1, 72, 136, 2, 1, upper=64),
+    "causal, padding, segments, a query that sees nothing, low fill": Case(
+        1, 72, 200, upper=0, padding=True, segments=True, blind=True, fill=_LOWEST
+    ),
+    "dropout drawn in the kernel, causal, shared heads, ragged": Case(
+        1, 40, 72, 2, 1, upper=32, keep="bhst", drawn=True
+    ),
 }
 
 #: In the simulator, the rest.
 SLOW: Mapping[str, Case] = {
+    "dropout drawn, causal, shared heads, batches": Case(2, 72, 136, 2, 1, upper=64, keep="bhst", drawn=True),
+    "dropout from an array": Case(2, 136, 72, 2, keep="bhst"),
+    "dropout from an array that all share, odd lengths, shared heads": Case(2, 75, 101, 4, 2, upper=30, keep="11st"),
+    "dropout from an array, mask, bias, low fill": Case(
+        2, 72, 136, 2, mask="b1st", bias="1hst", fill=_LOWEST, keep="1hst", layouts=_HEADS_FIRST
+    ),
+    "dropout drawn, that all share, half of it": Case(2, 130, 77, 2, keep="11st", drawn=True, keep_probability=0.5),
+    "dropout drawn for each batch, padding, heads of 128": Case(
+        2, 64, 200, 2, 1, 128, padding=True, keep="b1st", drawn=True
+    ),
+    "dropout drawn, almost none": Case(1, 72, 72, 2, upper=0, keep="1hst", drawn=True, keep_probability=1 - 2.0**-23),
+    "dropout drawn, float16, window, softcap": Case(
+        1, 200, 200, 2, dtype="float16", lower=-50, upper=20, softcap=2.0, keep="bhst", drawn=True
+    ),
+    "one query, dropout drawn": Case(2, 1, 130, 4, 2, keep="bhst", drawn=True),
     "window, softcap, float16": Case(
         1, 72, 136, dtype="float16", lower=-20, upper=40, softcap=2.0, layouts=_HEADS_FIRST
     ),
@@ -39,6 +65,31 @@ SLOW: Mapping[str, Case] = {
     "heads of 128": Case(1, 128, 200, head_dim=128, upper=72),
     "heads of 128, softcap, window": Case(1, 136, 136, 2, 1, 128, lower=-50, upper=0, softcap=5.0),
     "large scores": Case(1, 64, 128, scale=100.0),
+    "padding": Case(2, 72, 136, 2, padding=True),
+    "padding, low fill": Case(2, 72, 136, 2, padding=True, fill=_LOWEST),
+    "segments, causal": Case(2, 136, 136, upper=0, segments=True),
+    "segments, a query that sees nothing, low fill": Case(1, 72, 136, segments=True, blind=True, fill=_LOWEST),
+    "segments, window, low fill, shared heads": Case(
+        1, 300, 300, 2, 1, lower=-60, upper=30, segments=True, blind=True, fill=_LOWEST
+    ),
+    "segments in layouts by heads, shared heads": Case(2, 72, 136, 4, 2, segments=True, layouts=_HEADS_FIRST),
+    "mask of each batch": Case(2, 72, 136, 2, mask="b1st"),
+    "mask of each head, odd lengths, low fill": Case(1, 75, 101, 2, mask="1hst", fill=_LOWEST),
+    "mask, softcap, shared heads": Case(1, 128, 256, 2, 1, mask="bhst", softcap=2.0),
+    "mask, causal, heads of 128": Case(1, 136, 136, 2, 1, 128, mask="b1st", upper=0, fill=_LOWEST),
+    "mask, one key": Case(1, 70, 1, mask="b1st", fill=_LOWEST),
+    "bias of all": Case(2, 72, 136, 2, bias="11st"),
+    "bias of each head and batch, odd lengths": Case(2, 75, 101, 2, bias="bhst"),
+    "bias of keys": Case(2, 72, 200, key_bias=True),
+    "narrow bias, factor, softcap": Case(
+        1, 72, 128, 2, bias="1hst", bias_dtype="bfloat16", bias_factor=3.0, softcap=2.0
+    ),
+    "bias, shared heads, causal": Case(1, 136, 136, 4, 2, bias="1hst", upper=0),
+    "biases, window, segments, low fill": Case(
+        1, 200, 200, 2, lower=-50, upper=0, bias="1hst", key_bias=True, segments=True, blind=True, fill=_LOWEST
+    ),
+    "bias, mask, heads of 128": Case(1, 72, 136, 2, 2, 128, bias="1hst", mask="b1st", fill=_LOWEST),
+    "bias, one query": Case(1, 1, 130, bias="1hst"),
 }
 
 #: Tiles of the cases above; heads of 128 have the default's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic
 from pallas_kernels._arguments import expect_attribute
 from pallas_kernels.attention.scores import Band
+from pallas_kernels.attention.sides import Sides
 
 #: Rows of a warpgroup: one wgmma is 64 high.
 ROWS = 64
@@ -45,33 +47,41 @@ class BackwardConfig:
 
     def __post_init__(self) -> None:
         # Two float32 tiles, of P and dP, take a register of each thread for each column.
-        expect_attribute(self, "block_k", self.block_k in (64, 128), "64 or 128")
+        expect_attribute(self, "block_k", self.block_k in (32, 64, 128), "32, 64 or 128")
         expect_attribute(self, "block_q", self.block_q in (32, 64, 128), "32, 64 or 128")
         expect_attribute(self, "stages", self.stages >= 2, "at least 2")
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of the kernel that takes more of it, with barriers and what aligns blocks."""
-        owned = CTA_ROWS * head_dim * 2
-        queries = 3 * owned + 4 * CTA_ROWS * 4 + self.stages * 2 * self.block_k * head_dim * 2
-        keys = 2 * owned + self.stages * self.block_q * (2 * head_dim * 2 + 8)
+    def smem_bytes(self, head_dim: int, per_score: int = 0, per_column: int = 0) -> int:
+        """Shared memory of the kernel that takes more of it, with barriers and what aligns blocks.
+
+        `per_score`, `per_column`: bytes of the arrays beside the scores.
+        """
+        owned, beside = CTA_ROWS * head_dim * 2, CTA_ROWS * per_score + per_column
+        queries = 3 * owned + 5 * CTA_ROWS * 4 + self.stages * self.block_k * (2 * head_dim * 2 + beside)
+        keys = 2 * owned + self.stages * self.block_q * (2 * head_dim * 2 + 12 + beside)
         return 4096 + max(queries, keys)
 
 
-def default_backward(head_dim: int, is_plain: bool) -> BackwardConfig:
+def default_backward(head_dim: int, is_plain: bool, per_score: int = 0, per_column: int = 0) -> BackwardConfig:
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
     Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
-    softcap nor a lower limit, which take more of them.
+    softcap nor a lower limit, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
     """
-    block_k = 128 if head_dim == 64 and is_plain else 64
-    found = (BackwardConfig(block_k, 64 if head_dim == 64 else 32, stages) for stages in (4, 3))
-    fitting = (c for c in found if c.smem_bytes(head_dim) <= _mosaic.HOPPER_SMEM_BYTES)
-    return next(fitting, BackwardConfig())
+    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 else 64
+    block_q = 64 if head_dim == 64 else 32
+    found = [BackwardConfig(block, block_q, stages) for block in (block_k, 32) for stages in (4, 3, 2)]
+    fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
+    return next(fitting, found[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything the kernels are specialized on. `band`: the keys that a query sees."""
+    """Everything the kernels are specialized on.
+
+    `band`: the keys that a query sees. `sides`: what lies beside tiles whose rows are queries; `turned`: beside those
+    whose rows are keys.
+    """
 
     batch: int
     heads: int
@@ -86,11 +96,23 @@ class Problem:
     softcap: float | None
     config: BackwardConfig
     simulated: bool
+    sides: Sides
+    turned: Sides
 
     @property
     def group(self) -> int:
         """Heads of Q for each head of K and V."""
         return self.heads // self.kv_heads
+
+    @property
+    def may_see_all(self) -> bool:
+        """Whether rows that have seen nothing but the fill give weights to keys outside of the band."""
+        return self.sides.fill != -math.inf and self.band != Band(None, None)
+
+    @property
+    def numbers(self) -> int:
+        """Float32 numbers of each query between the kernels."""
+        return 3 if self.sides.is_exact else 2
 
     def like(self, layout: str, heads: int, length: int) -> Any:
         """The type of an array with padded rows."""
@@ -104,7 +126,7 @@ class Problem:
 
     def tiles(self, count: int, rows: int, columns: int | None = None) -> Any:
         """Shared memory for 16-bit tiles that are multiplied. As high as an atom is wide, or higher."""
-        gpu, width = _mosaic.mosaic().gpu, min(64, self.config.block_q)
+        gpu, width = _mosaic.mosaic().gpu, min(64, self.config.block_q, self.config.block_k)
         transforms = gpu.TilingTransform((ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)
         return gpu.SMEM((count, rows, columns or self.head_dim), self.dtype, transforms=transforms)
 

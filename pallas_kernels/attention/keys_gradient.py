@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import scores
+from pallas_kernels.attention import dropout, gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
+from pallas_kernels.attention.gradient_tile import Tile, spread
 
 
 def call(p: Problem, interpret: Any) -> Any:
-    """``(q, k, v, dout, logs, delta) -> (dk, dv)``, lengths padded; logs and delta from `queries_gradient`."""
+    """``(q, k, v, dout, *numbers, *flags, *beside) -> (dk, dv)``, lengths padded; numbers from `queries_gradient`.
+
+    flags: where `Problem.may_see_all`, one for each batch and head: whether a row has seen nothing but the fill.
+    """
     out_type = [p.like(layout, p.kv_heads, p.keys) for layout in p.layouts[1:3]]
     grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
     return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
@@ -23,30 +27,35 @@ def call(p: Problem, interpret: Any) -> Any:
 def _body(p: Problem, *refs: Any) -> None:
     pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
     own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_q)
-    numbers = gpu.SMEM((c.stages, c.block_q), jnp.float32)
+    beside = 4 + p.numbers + p.may_see_all
+    extra = sides.named(p.turned, refs[beside:-2])
     allocations = {
         "k_smem": own,
         "v_smem": own,
         "q_smem": blocks,
         "dout_smem": blocks,
-        "logs_smem": numbers,
-        "delta_smem": numbers,
+        "numbers": gpu.SMEM((c.stages, p.numbers, c.block_q), jnp.float32),
         "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        "loaded": gpu.Barrier(num_arrivals=4, num_barriers=c.stages),
+        "loaded": gpu.Barrier(num_arrivals=2 + p.numbers + p.turned.copies(WARPGROUPS), num_barriers=c.stages),
         "used": gpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
         **p.staging(c.block_q),
+        **sides.allocations(p.turned, c.stages, WARPGROUPS, c.block_q, extra),
     }
+    refs = *refs[:4], refs[4 : 4 + p.numbers], refs[4 + p.numbers : beside], extra, *refs[-2:]
     pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
 
 
 def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     """The keys of one warpgroup: all blocks of queries, one head after the other, then the results."""
     pl, gpu, width = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config.block_q
-    q, k, v, dout, logs, delta, dk, dv = refs
+    q, k, v, dout, numbers, flags, extra, dk, dv = refs
     wg, batch, head = (jax.lax.axis_index(a) for a in ("wg", "batch", "head"))
     first_row, band = jax.lax.axis_index("block") * CTA_ROWS, p.band.turned
     # Queries beyond the last one have weights of 0.
     found = scores.blocks(band, first_row, jnp.minimum(first_row + CTA_ROWS, p.keys) - 1, p.queries, width, True)
+    for flag in flags:
+        found = scores.all_if(flag[batch, head] > 0, found, p.queries, width)
+    all_rows = [pl.ds(first_row + i * ROWS, ROWS) for i in range(WARPGROUPS)]
 
     def load(step: Any, slot: Any, barrier: Any) -> None:
         of_q, block = head, step
@@ -55,8 +64,9 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         rows = pl.ds((found.first + block) * width, width)
         gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, of_q, rows), smem["q_smem"].at[slot], barrier)
         gpu.copy_gmem_to_smem(at(dout, p.layouts[3], batch, of_q, rows), smem["dout_smem"].at[slot], barrier)
-        gpu.copy_gmem_to_smem(logs.at[batch, of_q, rows], smem["logs_smem"].at[slot], barrier)
-        gpu.copy_gmem_to_smem(delta.at[batch, of_q, rows], smem["delta_smem"].at[slot], barrier)
+        for i, ref in enumerate(numbers):
+            gpu.copy_gmem_to_smem(ref.at[batch, of_q, rows], smem["numbers"].at[slot, i], barrier)
+        sides.load(p.turned, extra, smem, (batch, of_q, all_rows), rows, slot, barrier)
 
     pipeline = Pipeline(p.config.stages, p.group * found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
@@ -68,14 +78,17 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
     def one_head(member: Any, carry: Any) -> Any:
         before = member * found.visited - found.first
-        step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, smem)
+        of_q = head * p.group + member
+        kept = dropout.reader(p.turned.keep, extra, (batch, of_q), (p.queries, p.keys), turned=True)
+        beside = sides.of_rows(p.turned, extra, batch, of_q, here, p.simulated), kept
+        step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, beside, smem)
         return scores.sweep(found, band, False, step, carry)
 
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
     carry = zeros, zeros
     dk_sum, dv_sum = one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
     keys[...] = (dk_sum * p.scale).astype(p.dtype)
-    values[...] = dv_sum.astype(p.dtype)
+    values[...] = (dv_sum if p.turned.keep is None else dv_sum * p.turned.keep.factor).astype(p.dtype)
     gpu.commit_smem()
     gpu.copy_smem_to_gmem(keys, at(dk, p.layouts[1], batch, head, here))
     gpu.copy_smem_to_gmem(values, at(dv, p.layouts[2], batch, head, here))
@@ -84,8 +97,8 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
 
 def _step(
-    p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, smem: Any, masked: bool,
-    block: Any, totals: Any,
+    p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, beside: Any, smem: Any,
+    masked: bool, block: Any, totals: Any,
 ) -> Any:  # fmt: skip
     """``(dK over scale, dV)`` with one more block of queries."""
     gpu, width = _mosaic.mosaic().gpu, p.config.block_q
@@ -94,15 +107,13 @@ def _step(
     q, dout = smem["q_smem"].at[slot], smem["dout_smem"].at[slot]
     gpu.barrier_wait(smem["loaded"].at[slot])
     products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
-    shape = ROWS, width
-    logs = jax.lax.broadcast_in_dim(smem["logs_smem"][slot], shape, (1,))
-    visible = scores.seen(p.band.turned, shape, first_row, block * width, None) if masked else None
-    weights, slope = scores.weights(products, logs, p.scale, p.softcap, visible)
-    delta = jax.lax.broadcast_in_dim(smem["delta_smem"][slot], shape, (1,))
-    dz = scores.gradient(weights, dp, delta, slope).astype(p.dtype)
+    wg, numbers = jax.lax.axis_index("wg"), [smem["numbers"][slot, i] for i in range(p.numbers)]
+    tile = Tile(p.turned, beside[0], smem, slot, wg, masked, p.band.turned, first_row, block * width, None, beside[1])
+    weights, _, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 1), True)
+    dz = dz.astype(p.dtype)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     pipeline.refill(step)
-    staging = smem["staging"].at[jax.lax.axis_index("wg")] if p.simulated else None
+    staging = smem["staging"].at[wg] if p.simulated else None
     totals = scores.add_products(totals, ((dz, q), (weights.astype(p.dtype), dout)), staging)
     gpu.barrier_arrive(smem["used"].at[slot])
     return totals

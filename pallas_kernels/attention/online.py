@@ -94,10 +94,10 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     here = _mosaic.mosaic().pl.ds(first_row, QUERY_ROWS)
     loaded = smem["rows_loaded"].at[wg]
     gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, head, here), smem["rows"].at[wg], loaded)
-    ids = sides.query_ids(p.sides, extra, batch, head, here, p.simulated)
+    mine = sides.of_rows(p.sides, extra, batch, head, here, p.simulated)
     gpu.barrier_wait(loaded)
-    kept = dropout.reader(p.keep, extra.get("keep"), (batch, head), (p.queries, p.keys))
-    found, step = visited(p, place), functools.partial(_step, p, first_row, ids, kept, smem)
+    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
+    found, step = visited(p, place), functools.partial(_step, p, first_row, mine, kept, smem)
 
     def visible(carry: Any) -> Any:
         def one(masked: bool, block: Any, carry: Any) -> Any:
@@ -155,8 +155,8 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
     gpu = _mosaic.mosaic().gpu
     batch, head, _, split = place
     total, power, weight = carry
-    if p.keep is not None and p.keep.factor != 1.0:
-        total = total * p.keep.factor
+    if p.sides.keep is not None:
+        total = total * p.sides.keep.factor
     if p.config.splits > 1:
         found, result = smem["sums_smem"].at[wg], out.at[batch * p.config.splits + split, head, here]
         found[...] = total
@@ -178,7 +178,7 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
 
 
 def _step(
-    p: Problem, first_row: Any, ids: Any, kept: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any
+    p: Problem, first_row: Any, mine: Any, kept: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any
 ) -> Any:
     """One block of keys: ``(sum of e V, power, sum of e)`` with it.
 
@@ -198,22 +198,29 @@ def _step(
 
     gpu.barrier_wait(smem["k_loaded"].at[slot])
     x = pl.run_scoped(products, gpu.ACC((QUERY_ROWS, c.block_k), jnp.float32))
-    x = _seen_scores(p, x, first_row, ids, smem, slot, masked, block)
-    if p.sides.has_arrays:
-        gpu.commit_smem()  # read, before TMA writes there again
-    gpu.barrier_arrive(smem["k_used"].at[slot])
+    x = _seen_scores(p, x, first_row, mine, smem, slot, masked, block)
+
+    def release() -> None:
+        if p.sides.copies(1):
+            gpu.commit_smem()  # read, before TMA writes there again
+        gpu.barrier_arrive(smem["k_used"].at[slot])
+
+    reads_late = p.sides.keep is not None and p.sides.keep.is_read
+    if not reads_late:
+        release()
     power, correction, e = _exponentials(p, x, old)
     weight = weight * correction + jnp.sum(e, axis=1)
     total = total * jax.lax.broadcast_in_dim(correction, total.shape, (0,))
     e = e.astype(p.dtype)
     total, power, weight, e = jax.lax.optimization_barrier((total, power, weight, e))
-    gpu.barrier_wait(smem["v_loaded"].at[slot])
     if kept is not None:
         tile = functools.partial(sides.tile, smem, "keep", slot, wg, p.simulated)
         e = jnp.where(kept(first_row, block * c.block_k, e.shape, tile), e, jnp.zeros((), p.dtype))
-        gpu.commit_smem()  # read, before TMA writes there again
+    if reads_late:
+        release()
     if c.ping_pong:
         gpu.barrier_wait(smem["turn"].at[wg])
+    gpu.barrier_wait(smem["v_loaded"].at[slot])
     staging = smem["p_smem"].at[wg] if p.simulated else None
     (total,) = scores.add_products((total,), ((e, smem["v_smem"].at[slot]),), staging)
     gpu.barrier_arrive(smem["v_used"].at[slot])
@@ -226,7 +233,7 @@ def _unit(p: Problem) -> float:
     return scale * scores.LOG2_E
 
 
-def _seen_scores(p: Problem, x: Any, first_row: Any, ids: Any, smem: Any, slot: Any, masked: bool, block: Any) -> Any:
+def _seen_scores(p: Problem, x: Any, first_row: Any, mine: Any, smem: Any, slot: Any, masked: bool, block: Any) -> Any:
     """Scores with all that stands between the product and the softmax, but for a factor: see `_unit`."""
     wg, s = jax.lax.axis_index("wg"), p.sides
     if p.softcap is not None:
@@ -234,13 +241,13 @@ def _seen_scores(p: Problem, x: Any, first_row: Any, ids: Any, smem: Any, slot: 
         x = 1 - 2 / (1 + jnp.exp2(x * (2 * p.scale / p.softcap * scores.LOG2_E)))
     if s.is_exact:
         x = x * (p.scale if p.softcap is None else p.softcap)
-    x = sides.biased(s, x, smem, slot, wg, p.simulated)
+    x = sides.biased(s, mine, x, smem, slot, wg, p.simulated)
     first_key, tail = block * p.config.block_k, p.keys if p.keys % p.config.block_k else None
     one_mask = masked and s.fill == -math.inf
-    seen = [sides.seen(s, ids, x.shape, smem, slot, wg, p.simulated)]
+    conditions = sides.seen(s, mine, x.shape, smem, slot, wg, p.simulated)
     if masked:
-        seen.append(scores.seen(p.band, x.shape, first_row, first_key, tail if one_mask else None))
-    conditions = [c for c in seen if c is not None]
+        in_band = scores.seen(p.band, x.shape, first_row, first_key, tail if one_mask else None)
+        conditions += [] if in_band is None else [in_band]
     if conditions:
         x = jnp.where(functools.reduce(jnp.logical_and, conditions), x, s.fill)
     if masked and not one_mask and tail is not None:

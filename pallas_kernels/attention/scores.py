@@ -72,6 +72,12 @@ def blocks(band: Band, first_row: Any, last_row: Any, columns: int, width: int, 
     return Blocks(first, full, jnp.minimum(jnp.maximum(ragged, full), stop), stop)
 
 
+def all_if(condition: Any, found: Blocks, columns: int, width: int) -> Blocks:
+    """All blocks, of which limits hide some scores, or those that were found."""
+    whole = -(-columns // width)
+    return Blocks(*(jnp.where(condition, x, y) for x, y in zip((0, 0, 0, whole), found, strict=True)))
+
+
 def sweep(found: Blocks, band: Band, has_tail: bool, step: Callable[..., Any], carry: Any) -> Any:
     """``step(masked, block, carry)`` for every block that is visited, in order."""
     if band.lower is not None:
@@ -94,34 +100,6 @@ def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, 
     if columns is not None:
         conditions.append(column < columns)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
-
-
-def weights(products: Any, logs: Any, scale: float, softcap: float | None, visible: Any) -> tuple[Any, Any]:
-    """``(P, slope)`` of a tile of Q K^T: slope is the derivative of a score by the product over `scale`; None: 1.
-
-    Args:
-      products: the tile, in float32.
-      logs: the logarithm to base 2 of each query's sum of exponentials, as large as the tile.
-      scale: of the scores.
-      softcap: likewise, or None.
-      visible: what `seen` gives.
-    """
-    if softcap is None:
-        return _exponentials(products * (scale * LOG2_E), logs, visible), None
-    # tanh x = 1 - 2 / (1 + e^2x)
-    capped = 1 - 2 / (1 + jnp.exp2(products * (2 * scale / softcap * LOG2_E)))
-    return _exponentials(capped * (softcap * LOG2_E), logs, visible), 1 - capped * capped
-
-
-def _exponentials(powers: Any, logs: Any, visible: Any) -> Any:
-    # A hidden score, not a hidden weight: a row that is NaN stays so.
-    return jnp.exp2((powers if visible is None else jnp.where(visible, powers, -jnp.inf)) - logs)
-
-
-def gradient(p: Any, dp: Any, delta: Any, slope: Any) -> Any:
-    """Of the products over `scale`: ``P (dP - delta) slope``."""
-    dx = p * (dp - delta)
-    return dx if slope is None else dx * slope
 
 
 def multiply(*pairs: tuple[Any, Any]) -> tuple[Any, ...]:

@@ -33,36 +33,41 @@ def laid_out(case, q, k, v, dout):
     return q, np.repeat(k, group, 1), np.repeat(v, group, 1), dout
 
 
-def bounds(case, q, k, v, dout):
-    """Errors of dQ, dK and dV, from those of what they are computed from. All by heads."""
+def bounds(case, q, k, v, dout, beside):
+    """Errors of dQ, dK, dV and of the gradient of scores, from those of what they are computed from. All by heads."""
     u, tiny = float(jnp.finfo(case.dtype).eps) / 2, float(jnp.finfo(case.dtype).smallest_subnormal)
     d = case.head_dim
     z = q @ k.swapaxes(-1, -2) * case.scale
     x = z if case.softcap is None else case.softcap * np.tanh(z / case.softcap)
-    x = np.where(np.asarray(reference.seen(case.queries, case.keys, case.lower, case.upper)), x, -np.inf)
+    biases = [case.bias_factor * exactly(beside["bias"])] if beside["bias"] is not None else []
+    biases += [exactly(beside["key_bias"])[:, :, None]] if beside["key_bias"] is not None else []
+    limits = case.queries, case.keys, case.lower, case.upper
+    visible = np.asarray(reference.visible(*limits, beside["segments"], beside["mask"]))
+    x = np.where(visible, sum(biases, x), case.fill)
     p = np.exp(x - x.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)
-    out = p @ v
-    dp, delta = dout @ v.swapaxes(-1, -2), (dout * out).sum(-1, keepdims=True)
+    f = 1.0 if beside["keep"] is None else np.asarray(reference.kept(beside["keep"])) * case.equation()["keep_factor"]
+    out = (p * f) @ v
+    dp, delta = f * (dout @ v.swapaxes(-1, -2)), (dout * out).sum(-1, keepdims=True)
     # Scores are sums of D products and scaled; the logarithm they are compared with is as large as they are.
-    dx = U32 * (d + 16) * case.scale * norms(q) * norms(k)
+    dx = U32 * ((d + 16) * case.scale * norms(q) * norms(k) + 8 * sum(np.abs(b).max() for b in biases))
     e = 2 * dx + (case.keys + 16) * U32
     # O is rounded before delta is summed; P and the gradient of scores before products.
     d_delta = (u + d * U32) * (np.abs(dout) * np.abs(out)).sum(-1, keepdims=True)
-    d_dp = d * U32 * np.abs(dout) @ np.abs(v).swapaxes(-1, -2)
+    d_dp = f * (d + 2) * U32 * (np.abs(dout) @ np.abs(v).swapaxes(-1, -2))
     slope = 1.0 if case.softcap is None else 1 - np.tanh(z / case.softcap) ** 2
     d_slope = 0.0 if case.softcap is None else 8 * U32 + 4 * dx / case.softcap
-    dz = p * (dp - delta)
-    d_dz = (e + u) * np.abs(dz * slope) + p * (d_dp + d_delta) * slope + np.abs(dz) * d_slope + tiny
+    gradient = p * (dp - delta)
+    d_gradient = e * np.abs(gradient) + p * (d_dp + d_delta)
+    d_dz = d_gradient * slope + u * np.abs(gradient * slope) + np.abs(gradient) * d_slope + tiny
     terms = max(case.queries * case.heads // case.kv_heads, case.keys) * U32
-    d_dz, d_p = d_dz + terms * np.abs(dz * slope), (e + u + terms) * p + tiny
-    dq, dk = d_dz @ np.abs(k) * case.scale, d_dz.swapaxes(-1, -2) @ np.abs(q) * case.scale
+    d_dz, d_p = d_dz + terms * np.abs(gradient * slope), (e + u + terms) * p + tiny
     # Weights below the lowest normal number of float32 may count as 0.
     least = float(jnp.finfo(jnp.float32).smallest_normal)
     lost = least * np.abs(dp - delta)
-    dq, dk = dq + lost @ np.abs(k) * case.scale, dk + lost.swapaxes(-1, -2) @ np.abs(q) * case.scale
-    d_p = d_p + least
-    return dq, summed(case, dk), summed(case, d_p.swapaxes(-1, -2) @ np.abs(dout)), u, tiny
+    d_dz, d_p, d_gradient = d_dz + lost, d_p + least, d_gradient + lost
+    dq, dk = d_dz @ np.abs(k) * case.scale, d_dz.swapaxes(-1, -2) @ np.abs(q) * case.scale
+    return dq, summed(case, dk), summed(case, (d_p * f).swapaxes(-1, -2) @ np.abs(dout)), u, tiny
 
 
 def norms(x):
@@ -75,34 +80,37 @@ def summed(case, x):
 
 
 def given(case):
-    """``(arrays in float64, arguments of the kernel)``: statistics and O as a perfect forward leaves them."""
+    """``(arrays in float64, arguments of the kernel, arrays beside the scores)``.
+
+    Statistics and O are as a perfect forward leaves them.
+    """
     q, k, v = case.arrays(jax.random.key(0))
+    beside = case.beside(jax.random.key(2))
     like = jax.random.normal(jax.random.key(1), (case.batch, case.queries, case.heads, case.head_dim))
     dout = by_heads(like, "bshd" if case.layouts[3] == "bhsd" else "bhsd").astype(case.dtype)
     exact = tuple(exactly(x) for x in (q, k, v, dout))
     with jax.enable_x64(True):
-        out, m, total = (np.asarray(x) for x in reference.forward(*exact[:3], **case.equation(), dtype=jnp.float64))
+        found = reference.forward(*exact[:3], **beside, **case.equation(), dtype=jnp.float64)
+        out, m, total = map(np.asarray, found)
     out = jnp.asarray(out.astype(np.float32)).astype(case.dtype)
-    return exact, (q, k, v, out, *(jnp.asarray(x, jnp.float32) for x in (m, total)), dout)
+    return exact, (q, k, v, out, *(jnp.asarray(x, jnp.float32) for x in (m, total)), dout), beside
 
 
-def simulated(case, args):
-    names = ("scale", "lower", "upper", "softcap", "layouts")
-    options = {name: getattr(case, name) for name in names}
+def simulated(case, args, beside):
     config = SMALL if case.head_dim == 64 else None
-    return backward(*args, **options, config=config, interpret=_mosaic.interpret())
+    return backward(*args, **beside, **case.equation(), config=config, interpret=_mosaic.interpret())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_backward(case):
     if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
         pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
-    exact, args = given(case)
-    found = simulated(case, args)
+    exact, args, beside = given(case)
+    found = simulated(case, args, beside)
     assert not _mosaic.races_found()
     with jax.enable_x64(True):
-        wanted = [np.asarray(x) for x in reference.backward(*exact, **case.equation(), dtype=jnp.float64)]
-    *errors, u, tiny = bounds(case, *laid_out(case, *exact))
+        wanted = [np.asarray(x) for x in reference.backward(*exact, **beside, **case.equation(), dtype=jnp.float64)[:3]]
+    *errors, u, tiny = bounds(case, *laid_out(case, *exact), beside)
     for x, like, want, error, layout in zip(found, args, wanted, errors, case.layouts, strict=False):
         assert x.dtype == like.dtype and x.shape == like.shape
         x, want = by_heads(exactly(x), layout), by_heads(want, layout)
@@ -115,8 +123,8 @@ def test_a_row_that_is_nan_is_so_in_all_gradients_it_enters():
     if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
         pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
     case = QUICK["ragged, causal to the last key, shared heads"]
-    _, (q, k, v, out, m, total, dout) = given(case)
-    dq, dk, dv = simulated(case, (q, k, v, out, m, total.at[0, 0, 3].set(jnp.nan), dout))
+    _, (q, k, v, out, m, total, dout), beside = given(case)
+    dq, dk, dv = simulated(case, (q, k, v, out, m, total.at[0, 0, 3].set(jnp.nan), dout), beside)
     rows = np.isnan(exactly(dq)).all(-1)
     assert rows[0, 3, 0] and rows.sum() == 1
     # The keys of the first CTA, which visits the query; no query that the second one visits is NaN.
