@@ -10,11 +10,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from aicf_jax.kernels._attention_layouts import chosen, given, laid_out, layouts, row_axes, rows_given
 from aicf_jax.kernels._gemm_epilogue import NARROW
 from aicf_jax.kernels._kernel import ANY, Where
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
+from aicf_jax.ops.attention_grad import MORE, QKV
 
 #: All that a library is told of; what else a kind of attention says must be nothing, or be told by who says so.
 _TOLD = (
@@ -36,10 +39,11 @@ def capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict
     }
 
 
-def gradient_capabilities(text: str, fits: Callable[[Variant], bool]) -> dict[str, Any]:
-    """What a gradient can take: that of an attention that `fits`."""
+def gradient_capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict[str, Any]:
+    """What a gradient can take: that of an attention that `fits`, and of biases where its library is told of them."""
     dtypes = Where("16-bit types", lambda found: set(found) <= set(NARROW))
-    return {"dtypes": dtypes, "variant": _variants(text, fits)}
+    gradients = (QKV, MORE) if "biases" in told else (QKV,)
+    return {"dtypes": dtypes, "gradients": gradients, "variant": _variants(text, fits, told)}
 
 
 def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = ()) -> Where:
@@ -56,6 +60,10 @@ def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = 
 
 def _nothing(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
     return {}
+
+
+def _no_biases(op: FusedOp, v: Variant, inputs: Any, wanted: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    return (), lambda: {}
 
 
 def forward(library: Callable[[], Any], beside: Callable[..., dict[str, Any]] = _nothing) -> dict[str, Any]:
@@ -104,30 +112,43 @@ def known(op: FusedOp) -> Variant:
     return found
 
 
-def gradient(library: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
+def gradient(
+    library: Callable[[], Any],
+    beside: Callable[..., dict[str, Any]] = _nothing,
+    pulled: Callable[..., tuple[tuple[str, ...], Callable[..., Any]]] = _no_biases,
+) -> Callable[..., tuple[Any, ...]]:
     """``run`` of a `Kernel` for the gradients of Q, K and V, from the result and the statistics of its rows.
 
-    An array may be several of the three; its gradient is the sum of theirs.
+    An array may be several of the three; its gradient is the sum of theirs. ``beside(op, variant, inputs)``: what the
+    library is told of besides. ``pulled(op, variant, inputs, wanted)``: names of biases whose gradients are wanted, and
+    a function of these that gives those of the arguments they are made of.
     """
 
     def run(op: FusedOp, *inputs: Any) -> tuple[Any, ...]:
         assert op.gradient_of is not None
         v, (origin, wanted) = known(op), op.gradient_of
-        out, m, total, dout = inputs[len(origin.in_avals) :]
+        given_to_it, (out, m, total, dout) = inputs[: len(origin.in_avals)], inputs[len(origin.in_avals) :]
         arrays = (v.q, v.k, v.v)
-        gradients = library().backward(
+        names, pull = pulled(origin, v, given_to_it, wanted)
+        dq, dk, dv, *of_biases = library().backward(
             *(given(v, a, inputs[a.argument]) for a in arrays),
             given(v, v.out, out),
             rows_given(v, m * v.base if v.base != 1.0 else m),
             rows_given(v, total),
             given(v, v.out, dout),
             **_equation(v),
+            **beside(origin, v, given_to_it),
+            **({"wanted": names} if names else {}),
         )
         found: dict[int, Any] = {}
-        for a, x in zip(arrays, gradients, strict=True):
-            x = _back(v, a, origin.in_avals[a.argument].shape, x)
-            found[a.argument] = found[a.argument] + x if a.argument in found else x
-        return tuple(found[i] for i in wanted)
+        pairs = [
+            (a.argument, _back(v, a, origin.in_avals[a.argument].shape, x))
+            for a, x in zip(arrays, (dq, dk, dv), strict=True)
+        ]
+        for argument, x in (*pairs, *pull(*of_biases).items()):
+            found[argument] = found[argument] + x if argument in found else x
+        # Arguments of masks alone.
+        return tuple(found[i] if i in found else jnp.zeros_like(inputs[i]) for i in wanted)
 
     return run
 

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.ops import FusedOp
 from aicf_jax.ops._attention_variant import Variant, scores_graph
-from aicf_jax.ops._side_arrays import Mask, Segments, Side, computed
+from aicf_jax.ops._side_arrays import Bias, Mask, Segments, Side, arguments, computed
 
 #: Types of a bias that are read as they are.
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 
+#: What hidden scores may be at most, of those that are no infinity.
+_HIGHEST_FILL = -1e4
 
-def arrays(op: FusedOp, v: Variant, heads: tuple[tuple[str, ...], tuple[str, ...]], inputs: Any) -> dict[str, Any]:
+
+def fills_low(v: Variant) -> bool:
+    """Whether hidden scores are -inf, or so low that their exponential is 0 beside others."""
+    return v.fill is None or -math.inf < v.fill * v.base <= _HIGHEST_FILL
+
+
+def arrays(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> dict[str, Any]:
     """Keyword arguments of `pallas_kernels.attention.forward`.
 
     What varies along queries or keys alone is a vector, and what varies along both an array of both, of which the
-    kernel takes one mask and one bias: several are combined before. `heads`: the axes of batches, and those of heads.
+    kernel takes one mask and one bias: several are combined before.
     """
-    graph, sizes = scores_graph(op), dict(v.sizes)
-
-    def laid_out(side: Side, *last: str) -> Any:
-        x = computed(graph, side, inputs, sizes)
-        return _laid_out(x, side.axes, [*heads, *((a,) for a in last)], sizes)
-
-    r = v.roles
+    r, laid_out = v.roles, functools.partial(_made, op, v, inputs)
     truth: dict[tuple[str, ...], list[Any]] = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}
     for mask in v.masks:
         if isinstance(mask, Mask):
@@ -39,16 +42,59 @@ def arrays(op: FusedOp, v: Variant, heads: tuple[tuple[str, ...], tuple[str, ...
             truth[last].append(x if mask.seen else ~x)
     segments = [(laid_out(m.query, r.query), laid_out(m.key, r.key)) for m in v.masks if isinstance(m, Segments)]
     of_keys = [*truth[r.key,], *(x[..., None] for x in truth[()])]
-    segments += _padding(truth[r.query,], of_keys, sizes[r.query], sizes[r.key])
-    masks, tiles = truth[r.query, r.key], [b for b in v.biases if r.query in b.side.axes]
-    vectors = [laid_out(b.side, r.key).astype(jnp.float32) * b.factor for b in v.biases if b not in tiles]
+    segments += _padding(truth[r.query,], of_keys, v.size(r.query), v.size(r.key))
+    masks = truth[r.query, r.key]
     return {
         "segments": segments,
         "mask": functools.reduce(jnp.logical_and, masks) if masks else None,
-        **_bias([(laid_out(b.side, r.query, r.key), b.factor * v.base) for b in tiles]),
-        "key_bias": sum(vectors[1:], start=vectors[0]) * v.base if vectors else None,
+        **biases(op, v, inputs),
         **({} if v.fill is None else {"fill": v.fill * v.base}),
     }
+
+
+def biases(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> dict[str, Any]:
+    """Of `arrays`, what is added to the scores."""
+    r, (tiles, of_keys) = v.roles, _split(v)
+    vectors = [_made(op, v, inputs, b.side, r.key).astype(jnp.float32) * b.factor for b in of_keys]
+    return {
+        **_bias([(_made(op, v, inputs, b.side, r.query, r.key), b.factor * v.base) for b in tiles]),
+        "key_bias": sum(vectors[1:], start=vectors[0]) * v.base if vectors else None,
+    }
+
+
+def _made(op: FusedOp, v: Variant, inputs: Sequence[Any], side: Side, *last: str) -> Any:
+    """An array with dimensions for batches, heads and these axes."""
+    (batch, heads), sizes = order(v), dict(v.sizes)
+    dims = [batch, (*heads, *v.roles.group), *((a,) for a in last)]
+    return _laid_out(computed(scores_graph(op), side, inputs, sizes), side.axes, dims, sizes)
+
+
+def _split(v: Variant) -> tuple[list[Bias], list[Bias]]:
+    """Biases of queries and keys, and those that are the same for all queries."""
+    tiles = [b for b in v.biases if v.roles.query in b.side.axes]
+    return tiles, [b for b in v.biases if b not in tiles]
+
+
+def pulled(
+    op: FusedOp, v: Variant, inputs: Sequence[Any], wanted: Sequence[int]
+) -> tuple[tuple[str, ...], Callable[..., dict[int, Any]]]:
+    """Which biases arguments that are `wanted` take part in, and what makes their gradients of those of the biases."""
+    made_of = _made_of(op, v)
+    names = tuple(name for name, found in made_of.items() if found & set(wanted))
+    moving = [i for i in wanted if any(i in made_of[name] for name in names)]
+
+    def made(*moved: Any) -> tuple[Any, ...]:
+        given = dict(zip(moving, moved, strict=True))
+        found = biases(op, v, [given.get(i, x) for i, x in enumerate(inputs)])
+        return tuple(found[name] for name in names)
+
+    def pull(*gradients: Any) -> dict[int, Any]:
+        if not names:
+            return {}
+        _, back = jax.vjp(made, *(inputs[i] for i in moving))
+        return dict(zip(moving, back(gradients), strict=True))
+
+    return names, pull
 
 
 def _last(v: Variant, side: Side) -> tuple[str, ...]:
@@ -88,14 +134,38 @@ def _laid_out(x: Any, axes: Sequence[str], dims: Sequence[Sequence[str]], sizes:
     return x.reshape([math.prod(sizes[a] for a in d) for d in kept])
 
 
+def _made_of(op: FusedOp, v: Variant) -> dict[str, set[int]]:
+    """The arguments that the bias of queries x keys, and that of keys, are made of."""
+    graph = scores_graph(op)
+    kinds = zip(("bias", "key_bias"), _split(v), strict=True)
+    return {name: {i for b in found for i in arguments(graph, b.side)} for name, found in kinds}
+
+
+def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
+    """Whether the gradient of a bias of queries x keys is wanted."""
+    return bool(_made_of(op, v)["bias"] & set(wanted))
+
+
 def moved_bytes(op: FusedOp, v: Variant) -> int:
     """What is moved beside reading the operation's arguments once: arrays of queries x keys that are made first."""
-    tiles = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
-    biases = [b.side for b in v.biases if v.roles.query in b.side.axes]
-    made = 0
+    masks, biases = _tile_bytes(op, v)
     # Masks become one of bytes, and several biases, or what is no argument, one of its own.
-    for sides, is_made, size in ((tiles, bool(tiles), 1), (biases, len(biases) > 1, 4)):
-        if is_made or any(not s.whole for s in sides):
-            axes = {a for s in sides for a in s.axes}
-            made += 2 * size * v.size(*axes)
-    return made
+    tiles, _ = _split(v)
+    return 2 * masks + (2 * biases if len(tiles) > 1 or any(not b.side.whole for b in tiles) else 0)
+
+
+def gradient_bytes(op: FusedOp, v: Variant) -> int:
+    """Likewise of the backward, which reads such arrays twice, the second time transposed."""
+    masks, biases = _tile_bytes(op, v)
+    return moved_bytes(op, v) + 3 * (masks + biases)
+
+
+def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
+    """Of the mask and of the bias of queries x keys, as kernels read them."""
+    masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
+    tiles, _ = _split(v)
+    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
+    sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
+    sides = masks, [b.side for b in tiles]
+    first, second = (n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True))
+    return first, second

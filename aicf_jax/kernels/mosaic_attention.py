@@ -7,13 +7,11 @@ which are rounded to the type of V.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import capabilities, forward
 from aicf_jax.kernels._attention import moved_bytes as moved_bytes_of_arrays
-from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp
@@ -21,9 +19,6 @@ from aicf_jax.ops._attention_variant import Variant, variant
 
 #: Lengths of a head are multiples of the first number up to the second.
 _HEAD_ATOM, _LONGEST_HEAD = 16, 256
-
-#: What hidden scores may be at most, of those that are no infinity.
-_HIGHEST_FILL = -1e4
 
 
 def _library() -> Any:
@@ -33,15 +28,8 @@ def _library() -> Any:
 
 
 def _fits(v: Variant) -> bool:
-    if v.fill is not None and not -math.inf < v.fill * v.base <= _HIGHEST_FILL:
-        return False
     depth = v.size(v.roles.depth)
-    return depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
-
-
-def _sides(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
-    batch, heads = order(v)
-    return _attention_sides.arrays(op, v, (batch, (*heads, *v.roles.group)), inputs)
+    return _attention_sides.fills_low(v) and depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
 
 
 def _bytes(op: FusedOp) -> int:
@@ -64,8 +52,9 @@ KERNEL = Kernel(
         "masks",
         "biases",
         "fill",
+        "passes",
     ),
-    **forward(_library, _sides),
+    **forward(_library, _attention_sides.arrays),
     cost_bytes=_bytes,
     targets=TARGETS,
     needs=needs,

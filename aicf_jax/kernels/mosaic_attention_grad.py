@@ -1,14 +1,16 @@
 """``mosaic_attention_grad``: `pallas_kernels.attention.backward` for Hopper.
 
 Memory moved: Q, K, V and dY twice, Y, m and l once, dQ, dK and dV once, and two float32 numbers a row written and read;
-arrays whose dimensions lie in another order than the kernels' are transposed first. Sums in float32, the same bits on
-every run; weights and gradients of scores are rounded to the type of the operands for the products.
+arrays whose dimensions lie in another order than the kernels' are transposed first. Masks and biases of queries x keys
+are read twice, the second time transposed; for the gradient of such a bias all is read once more. Sums in float32, the
+same bits on every run; weights and gradients of scores are rounded to the type of the operands for the products.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import gradient, gradient_capabilities, known
 from aicf_jax.kernels._attention_layouts import chosen
 from aicf_jax.kernels._hopper import TARGETS, needs
@@ -27,7 +29,10 @@ def _library() -> Any:
 
 
 def _fits(v: Variant) -> bool:
-    return v.size(v.roles.depth) in _HEAD_DIMS
+    if v.passes or not _attention_sides.fills_low(v):
+        return False
+    # Statistics that come back from the program's units are off by a rounding, which beside a fill is not little.
+    return v.size(v.roles.depth) in _HEAD_DIMS and (v.base == 1.0 or (v.fill is None and not v.biases))
 
 
 def _bytes(op: FusedOp) -> int:
@@ -41,7 +46,10 @@ def _bytes(op: FusedOp) -> int:
 
     arrays, dout, rows = (v.q, v.k, v.v), nbytes(op.in_avals[-1]), nbytes(op.in_avals[n + 1])
     moved = 4 * sum(size(a) for a in arrays if not chosen(v, a)[1])
-    return op.outer_bytes() + sum(map(size, arrays)) + dout + 4 * rows + moved
+    once = sum(map(size, arrays)) + dout
+    again = 2 if _attention_sides.pulls_tiles(op.gradient_of[0], v, op.gradient_of[1]) else 1
+    beside = _attention_sides.gradient_bytes(op.gradient_of[0], v)
+    return op.outer_bytes() + again * once + 4 * rows + moved + beside
 
 
 KERNEL = Kernel(
@@ -49,9 +57,14 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(
-        "heads of 64 or 128, with no more than scale, softcap and limits on the distance of query and key", _fits
+        "heads of 64 or 128, with no more than scale, softcap, limits on the distance of query and key, and masks, "
+        "segment ids and biases made without Q and K, whose fill nothing is added to",
+        _fits,
+        "masks",
+        "biases",
+        "fill",
     ),
-    gradient(_library),
+    gradient(_library, _attention_sides.arrays, _attention_sides.pulled),
     cost_bytes=_bytes,
     targets=TARGETS,
     needs=needs,

@@ -23,7 +23,7 @@ KERNEL = Kernel(
     "streamed_attention_grad",
     "attention_grad",
     ("cpu",),
-    {"dtypes": ANY, "variant": ANY},
+    {"dtypes": ANY, "gradients": ANY, "variant": ANY},
     _run,
     cost_bytes=_programs.moved_bytes,
     program=_program,

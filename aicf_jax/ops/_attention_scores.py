@@ -13,10 +13,17 @@ from aicf_jax.ops._position_band import Unidentified, number
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """What stands in for a hidden score: the number the softmax sees, and whether the score was added to it."""
+    """What stands in for a hidden score.
+
+    Attributes:
+      value: the number the softmax sees.
+      added: whether the score was added to it.
+      under_bias: whether a bias was added to it.
+    """
 
     value: float
     added: bool
+    under_bias: bool
 
 
 def through_casts(graph: Any, v: int, stop: int = -1) -> int:
@@ -162,4 +169,4 @@ class Scores:
         lowest = float(jnp.finfo(jnp.dtype(dtype)).min)
         if self.softcap is not None or not self.factor * fill <= max(lowest / 2, -1e30):
             raise Unidentified(f"a mask that fills with {fill:g}")
-        self.fills.append(Fill(self.factor * fill, added))
+        self.fills.append(Fill(self.factor * fill, added, bool(self.biases)))

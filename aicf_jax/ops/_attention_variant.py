@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mcir
@@ -56,6 +57,8 @@ class Variant:
       masks: conditions that a key has to meet besides, from arrays.
       biases: arrays that are added to X.
       fill: what X is where a key is hidden, if a row may have nothing else; None: -inf, or each row sees a key.
+      passes: whether the hidden scores of a row that has nothing else, or their biases, have gradients: something was
+        added to the fill.
       rows: the statistics of the rows, laid out like X without the keys.
     """
 
@@ -73,6 +76,7 @@ class Variant:
     masks: tuple[Mask | Segments, ...]
     biases: tuple[Bias, ...]
     fill: float | None
+    passes: bool
     base: float
 
     @property
@@ -139,6 +143,7 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     roles = _roles(graph, keys[0], scores, v, out_dot)
     found, masks = _masks(graph, scores, roles)
     biases = tuple(_bias(graph, i, factor, roles) for i, factor in scores.biases)
+    fill = _fill(scores) if masks or biases else None
     _check(graph, found, roles)
     base = float(op.blob["base"])
     if scores.factor * base <= 0:
@@ -165,7 +170,8 @@ def _read(op: FusedOp, graph: Any) -> Variant:
         found,
         masks,
         biases,
-        _fill(scores) if masks or biases else None,
+        fill,
+        _passes(scores, masks, fill),
         base,
     )
 
@@ -197,6 +203,11 @@ def _fill(scores: Scores) -> float | None:
     if len({f.value for f in fills}) > 1 or (len(fills) > 1 and any(f.added for f in fills)):
         raise Unidentified("masks that fill with different numbers")
     return fills[0].value
+
+
+def _passes(scores: Scores, masks: Sequence[Any], fill: float | None) -> bool:
+    added, under = (any(getattr(f, name) for f in scores.fills) for name in ("added", "under_bias"))
+    return bool(masks and added) or (fill is not None and (added or under))
 
 
 def _values(graph: Any, out: int, p: int) -> tuple[int, int]:

@@ -63,14 +63,26 @@ def side(graph: Any, v: int) -> Side:
 
 
 def _check(graph: Any, v: int) -> None:
-    todo, seen = [v], {v}
-    while todo:
-        value = graph.values[todo.pop()]
-        if value.op not in ("input", "constant", "iota") and value.op not in POINTWISE:
-            raise Unidentified(f"a mask or a bias from {value.op}")
-        new = [a for a in value.args if a not in seen]
+    for i in _behind(graph, v):
+        op = graph.values[i].op
+        if op not in ("input", "constant", "iota") and op not in POINTWISE:
+            raise Unidentified(f"a mask or a bias from {op}")
+
+
+def arguments(graph: Any, found: Side) -> set[int]:
+    """The arguments of the operation that an array is made of."""
+    values = (graph.values[i] for i in _behind(graph, found.value))
+    return {int(value.param("argument")) for value in values if value.op == "input"}
+
+
+def _behind(graph: Any, v: int) -> list[int]:
+    """A value and what it is computed from."""
+    found, seen = [v], {v}
+    for i in found:
+        new = [a for a in graph.values[i].args if a not in seen]
         seen.update(new)
-        todo += new
+        found += new
+    return found
 
 
 def mask(graph: Any, v: int, seen: bool, query: str, key: str) -> Mask | Segments:

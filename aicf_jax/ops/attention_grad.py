@@ -15,6 +15,9 @@ from aicf_jax.ops._attention_variant import Variant, variant
 from aicf_jax.ops._semantic import FusedOp, SemanticOp
 from aicf_jax.ops.attention import FIELDS
 
+#: What gradients are wanted: of what the scores and the result are computed from, or of biases too.
+QKV, MORE = "Q, K and V", "Q, K, V and what is beside the scores"
+
 SCHEMA = Schema(kind_id=4, schema_id=1, fields=FIELDS)
 
 
@@ -23,21 +26,24 @@ def _attributes(match: Any) -> Mapping[str, object]:
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    return {"dtypes": tuple(sorted({str(a.dtype) for a in op.out_avals})), "variant": _variant(op)}
+    """``gradients``: whether more is wanted than those of Q, K and V, whose types are `dtypes`."""
+    found, dtypes, gradients = _variant(op), [a.dtype for a in op.out_avals], QKV
+    if op.gradient_of is not None and isinstance(found, Variant):
+        wanted, arguments = op.gradient_of[1], {found.q.argument, found.k.argument, found.v.argument}
+        dtypes = [d for d, argument in zip(dtypes, wanted, strict=True) if argument in arguments]
+        gradients = QKV if arguments >= set(wanted) else MORE
+    return {"dtypes": tuple(sorted(set(map(str, dtypes)))), "gradients": gradients, "variant": found}
 
 
 def _variant(op: FusedOp) -> Variant | str:
     """The kind of attention it is the backward of, or why that is not known."""
     if op.gradient_of is None:
         return "a backward of which some inputs are batched"
-    origin, wanted = op.gradient_of
+    origin, _ = op.gradient_of
     # No kernel wants to know it of wider types.
-    if any(a.dtype.itemsize > 2 for a in op.out_avals):
+    if any(a.dtype.itemsize > 2 for a in origin.out_avals):
         return "gradients of wider types"
-    found = variant(origin)
-    if isinstance(found, Variant) and not {found.q.argument, found.k.argument, found.v.argument} >= set(wanted):
-        return "gradients of more than Q, K and V"
-    return found
+    return variant(origin)
 
 
 OP = SemanticOp(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.device import SelfAttention, forward_case, gradient_case
-from pallas_kernels.attention.device_sides import beside_case
+from pallas_kernels.attention.device_sides import Beside, beside_case, beside_gradient_case
 from pallas_kernels.attention.dropout import Bernoulli
 
 
@@ -274,13 +274,13 @@ DEVICE = (
     forward_case(SelfAttention(2, 2048, 16, 256, causal=True)),
     forward_case(SelfAttention(4, 2048, 16, 80)),
     forward_case(SelfAttention(4, 2048, 16, 96, causal=True)),
-    beside_case(4, 2048, 2048, 16, 128, "padding", causal=True),
-    beside_case(4, 2048, 2048, 16, 64, "segments", causal=True),
-    beside_case(4, 2048, 2048, 16, 64, "mask"),
-    beside_case(4, 2048, 2048, 16, 64, "bias"),
-    beside_case(4, 2048, 2048, 16, 128, "padding", "bias"),
-    beside_case(8, 1, 16384, 32, 128, "padding", kv_heads=8),
-    beside_case(1, 8, 16384, 32, 128, kv_heads=8, causal=True),
+    beside_case(Beside(4, 2048, 2048, 16, 128, ("padding",), causal=True)),
+    beside_case(Beside(4, 2048, 2048, 16, 64, ("segments",), causal=True)),
+    beside_case(Beside(4, 2048, 2048, 16, 64, ("mask",))),
+    beside_case(Beside(4, 2048, 2048, 16, 64, ("bias",))),
+    beside_case(Beside(4, 2048, 2048, 16, 128, ("padding", "bias"))),
+    beside_case(Beside(8, 1, 16384, 32, 128, ("padding",), kv_heads=8)),
+    beside_case(Beside(1, 8, 16384, 32, 128, (), kv_heads=8, causal=True)),
     gradient_case(SelfAttention(4, 2048, 16, 64, causal=True)),
     gradient_case(SelfAttention(4, 2048, 16, 64)),
     gradient_case(SelfAttention(4, 2048, 16, 128, causal=True)),
@@ -288,4 +288,9 @@ DEVICE = (
     gradient_case(SelfAttention(2, 4096, 16, 128, causal=True, dtype="float16", kv_heads=4)),
     gradient_case(SelfAttention(2, 4096, 16, 64, causal=True, window=512)),
     gradient_case(SelfAttention(4, 1000, 16, 64, causal=True)),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 128, ("padding",), causal=True)),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("segments",), causal=True)),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("mask",))),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("bias",))),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 128, ("padding", "bias"), causal=True)),
 )

@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import reference
+from pallas_kernels.attention.backward import backward
 from pallas_kernels.attention.forward import forward
 from pallas_kernels.device_case import DeviceCase, nbytes, tolerance
 
+#: What programs in float32 fill with.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 
-def beside_case(
-    batch: int,
-    queries: int,
-    keys: int,
-    heads: int,
-    head_dim: int,
-    *beside: str,
-    kv_heads: int | None = None,
-    causal: bool = False,
-) -> DeviceCase:
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
     """Attention in bfloat16 with a scale of ``1 / sqrt(D)``; causal up to the last key.
 
     `beside`: some of ``"padding"`` (of the last quarter of the keys on average), ``"segments"`` (eight, side by side),
     ``"mask"`` (of each batch, half of it) and ``"bias"`` (float32, of each head).
     """
-    kv_heads = kv_heads or heads
-    options: dict[str, Any] = {"scale": head_dim**-0.5, "upper": keys - queries if causal else None}
 
-    def arrays(key: jax.Array) -> tuple[Any, ...]:
-        parts = jax.random.split(key, 3 + len(beside))
-        kinds = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-        qkv = (
-            jax.random.normal(part, (batch, length, n, head_dim)).astype("bfloat16")
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+    beside: tuple[str, ...]
+    kv_heads: int | None = None
+    causal: bool = False
+    fill: float = -math.inf
+
+    def __str__(self) -> str:
+        kind = " ".join([*self.beside, *(["causal"] if self.causal else [])])
+        shared = "" if self.kv_heads in (None, self.heads) else f" K{self.kv_heads}"
+        return f"{kind} B{self.batch} S{self.queries} T{self.keys} H{self.heads}{shared} D{self.head_dim}".strip()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the kernels."""
+        upper = self.keys - self.queries if self.causal else None
+        return {"scale": self.head_dim**-0.5, "upper": upper, "fill": self.fill}
+
+    @property
+    def flops(self) -> int:
+        """Of one product for what limits leave."""
+        pairs = reference.seen(self.queries, self.keys, None, self.options["upper"]).sum()
+        return 2 * self.batch * self.heads * self.head_dim * int(pairs)
+
+    def arrays(self, key: jax.Array, *more: tuple[int, int]) -> tuple[Any, ...]:
+        """Random Q, K and V, arrays of so many rows and heads, and what is beside the scores."""
+        kv_heads = self.kv_heads or self.heads
+        kinds = ((self.queries, self.heads), (self.keys, kv_heads), (self.keys, kv_heads), *more)
+        parts = jax.random.split(key, len(kinds) + len(self.beside))
+        found = (
+            jax.random.normal(part, (self.batch, length, n, self.head_dim)).astype("bfloat16")
             for part, (length, n) in zip(parts, kinds, strict=False)
         )
-        return *qkv, *(made(name, part) for name, part in zip(beside, parts[3:], strict=True))
+        return *found, *(self._made(name, part) for name, part in zip(self.beside, parts[len(kinds) :], strict=True))
 
-    def made(name: str, key: jax.Array) -> jax.Array:
+    def _made(self, name: str, key: jax.Array) -> jax.Array:
+        batch, queries, keys = self.batch, self.queries, self.keys
         if name == "padding":
             return (jnp.arange(keys) >= jax.random.randint(key, (batch, 1, 1), keys // 2, keys)).astype(jnp.int32)
         if name == "segments":
@@ -47,41 +73,85 @@ def beside_case(
         if name == "mask":
             # Each query sees the first key.
             return jax.random.bernoulli(key, 0.5, (batch, 1, queries, keys)).at[..., 0].set(True)
-        return jax.random.normal(key, (1, heads, queries, keys))
+        return jax.random.normal(key, (1, self.heads, queries, keys))
 
-    def described(values: tuple[Any, ...]) -> dict[str, Any]:
-        given = dict(zip(beside, values, strict=True))
+    def described(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Arrays beside the scores as the kernels take them."""
+        given = dict(zip(self.beside, values, strict=True))
         segments = [(None, given["padding"])] if "padding" in given else []
         if "segments" in given:
-            segments.append((given["segments"][..., keys - queries :], given["segments"]))
+            segments.append((given["segments"][..., self.keys - self.queries :], given["segments"]))
         return {"segments": segments, **{n: given[n] for n in ("mask", "bias") if n in given}}
 
-    def kernel(q: Any, k: Any, v: Any, *values: Any) -> tuple[Any, ...]:
-        return forward(q, k, v, **described(values), **options)
+    def unfused(self, q: Any, k: Any, v: Any, *values: Any) -> Any:
+        """By `jax.nn`."""
+        given = self.described(values)
+        limits = self.queries, self.keys, None, self.options["upper"]
+        mask = reference.visible(*limits, given["segments"], given.get("mask"))
+        return jax.nn.dot_product_attention(q, k, v, given.get("bias"), mask)
 
-    def unfused(q: Any, k: Any, v: Any, *values: Any) -> tuple[Any, ...]:
-        given = described(values)
-        mask = reference.seen(queries, keys, None, options["upper"])[None, None]
-        for of_query, of_key in given["segments"]:
-            mask = mask & ((0 if of_query is None else of_query[..., None]) == of_key[..., None, :])
-        mask = mask & given["mask"] if "mask" in given else mask
-        return (jax.nn.dot_product_attention(q, k, v, given.get("bias"), mask),)
+
+def beside_case(of: Beside) -> DeviceCase:
+    """Forward."""
 
     def exact(q: Any, k: Any, v: Any, *values: Any) -> tuple[Any, ...]:
-        return reference.forward(q, k, v, **described(values), **options, dtype=jnp.float64)[:1]
+        return reference.forward(q, k, v, **of.described(values), **of.options, dtype=jnp.float64)[:1]
+
+    avals = jax.eval_shape(of.arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    return DeviceCase(
+        name=str(of),
+        arrays=of.arrays,
+        kernel=lambda q, k, v, *values: forward(q, k, v, **of.described(values), **of.options),
+        unfused=lambda *args: (of.unfused(*args),),
+        reference=exact,
+        # Weights are rounded before the second product, which sums as many terms as there are keys.
+        tolerances=(tolerance("bfloat16", of.keys) + float(jnp.finfo("bfloat16").eps),),
+        flops=2 * of.flops,
+        bytes=nbytes(avals, avals[0]),
+    )
+
+
+def beside_gradient_case(of: Beside) -> DeviceCase:
+    """Forward and backward, to dQ, dK, dV and the gradient of a bias."""
+    of = dataclasses.replace(of, fill=_LOWEST)
+    biases = tuple(n for n in of.beside if n == "bias")
+
+    def arrays(key: jax.Array) -> tuple[Any, ...]:
+        return of.arrays(key, (of.queries, of.heads))
+
+    def kernel(q: Any, k: Any, v: Any, dout: Any, *values: Any) -> tuple[Any, ...]:
+        beside = of.described(values)
+        out, m, total = forward(q, k, v, **beside, **of.options, with_statistics=True)
+        return backward(q, k, v, out, m, total, dout, **beside, **of.options, wanted=biases)
+
+    def unfused(q: Any, k: Any, v: Any, dout: Any, *values: Any) -> tuple[Any, ...]:
+        moving = [i for i, name in enumerate(of.beside) if name == "bias"]
+
+        def f(q: Any, k: Any, v: Any, *biases: Any) -> Any:
+            given = list(values)
+            for i, x in zip(moving, biases, strict=True):
+                given[i] = x
+            return of.unfused(q, k, v, *given)
+
+        return jax.vjp(f, q, k, v, *(values[i] for i in moving))[1](dout)
+
+    def exact(q: Any, k: Any, v: Any, dout: Any, *values: Any) -> tuple[Any, ...]:
+        found = reference.backward(q, k, v, dout, **of.described(values), **of.options, dtype=jnp.float64)
+        return tuple(x for x in found if x is not None)
 
     avals = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
-    pairs = int(reference.seen(queries, keys, None, options["upper"]).sum())
-    kind = " ".join([*beside, *(["causal"] if causal else [])])
-    shared = "" if kv_heads == heads else f" K{kv_heads}"
+    rounding = float(jnp.finfo("bfloat16").eps)
+    shares = of.heads // (of.kv_heads or of.heads)
+    # Gradients of scores are rounded like weights, before products of as many terms as there are rows; O is, too.
+    error = tolerance("bfloat16", max(of.queries * shares, of.keys)) + 3 * rounding
     return DeviceCase(
-        name=f"{kind} B{batch} S{queries} T{keys} H{heads}{shared} D{head_dim}".strip(),
+        name=f"{of} gradients",
         arrays=arrays,
         kernel=kernel,
         unfused=unfused,
         reference=exact,
-        # Weights are rounded before the second product, which sums as many terms as there are keys.
-        tolerances=(tolerance("bfloat16", keys) + float(jnp.finfo("bfloat16").eps),),
-        flops=4 * batch * heads * head_dim * pairs,
-        bytes=nbytes(avals, avals[0]),
+        tolerances=(error,) * (3 + len(biases)),
+        # Two products forward, five backward, and two for the gradient of a bias.
+        flops=(7 + 2 * len(biases)) * of.flops,
+        bytes=nbytes(avals, avals[:3], [avals[4 + of.beside.index(n)] for n in biases]),
     )

@@ -42,6 +42,7 @@ SLOW: Mapping[str, Case] = {
     "dropout drawn, float16, window, softcap": Case(
         1, 200, 200, 2, dtype="float16", lower=-50, upper=20, softcap=2.0, keep="bhst", drawn=True
     ),
+    "dropout drawn, bias of all": Case(2, 72, 72, 2, bias="11st", keep="bhst", drawn=True),
     "one query, dropout drawn": Case(2, 1, 130, 4, 2, keep="bhst", drawn=True),
     "window, softcap, float16": Case(
         1, 72, 136, dtype="float16", lower=-20, upper=40, softcap=2.0, layouts=_HEADS_FIRST
@@ -67,7 +68,7 @@ SLOW: Mapping[str, Case] = {
     "large scores": Case(1, 64, 128, scale=100.0),
     "padding": Case(2, 72, 136, 2, padding=True),
     "padding, low fill": Case(2, 72, 136, 2, padding=True, fill=_LOWEST),
-    "segments, causal": Case(2, 136, 136, upper=0, segments=True),
+    "segments, causal": Case(2, 136, 136, upper=0, segments=True, fill=_LOWEST),
     "segments, a query that sees nothing, low fill": Case(1, 72, 136, segments=True, blind=True, fill=_LOWEST),
     "segments, window, low fill, shared heads": Case(
         1, 300, 300, 2, 1, lower=-60, upper=30, segments=True, blind=True, fill=_LOWEST

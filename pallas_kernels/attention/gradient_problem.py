@@ -80,7 +80,7 @@ class Problem:
     """Everything the kernels are specialized on.
 
     `band`: the keys that a query sees. `sides`: what lies beside tiles whose rows are queries; `turned`: beside those
-    whose rows are keys.
+    whose rows are keys. `of_keys`: whether the gradient of a bias of keys is wanted.
     """
 
     batch: int
@@ -98,6 +98,7 @@ class Problem:
     simulated: bool
     sides: Sides
     turned: Sides
+    of_keys: bool
 
     @property
     def group(self) -> int:

@@ -17,9 +17,13 @@ from pallas_kernels.attention.gradient_tile import Tile, spread
 def call(p: Problem, interpret: Any) -> Any:
     """``(q, k, v, dout, *numbers, *flags, *beside) -> (dk, dv)``, lengths padded; numbers from `queries_gradient`.
 
+    Behind them, where it is wanted, the gradient of a bias of keys, of each batch and head: float32, of whole CTAs.
     flags: where `Problem.may_see_all`, one for each batch and head: whether a row has seen nothing but the fill.
     """
     out_type = [p.like(layout, p.kv_heads, p.keys) for layout in p.layouts[1:3]]
+    if p.of_keys:
+        shape = p.batch, p.heads, p.keys + -p.keys % CTA_ROWS
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
     return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
 
@@ -27,8 +31,8 @@ def call(p: Problem, interpret: Any) -> Any:
 def _body(p: Problem, *refs: Any) -> None:
     pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
     own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_q)
-    beside = 4 + p.numbers + p.may_see_all
-    extra = sides.named(p.turned, refs[beside:-2])
+    beside, results = 4 + p.numbers + p.may_see_all, 2 + p.of_keys
+    extra = sides.named(p.turned, refs[beside:-results])
     allocations = {
         "k_smem": own,
         "v_smem": own,
@@ -41,14 +45,16 @@ def _body(p: Problem, *refs: Any) -> None:
         **p.staging(c.block_q),
         **sides.allocations(p.turned, c.stages, WARPGROUPS, c.block_q, extra),
     }
-    refs = *refs[:4], refs[4 : 4 + p.numbers], refs[4 + p.numbers : beside], extra, *refs[-2:]
+    if p.of_keys:
+        allocations["row_sums"] = gpu.SMEM((WARPGROUPS, ROWS), jnp.float32)
+    refs = *refs[:4], refs[4 : 4 + p.numbers], refs[4 + p.numbers : beside], extra, *refs[-results:]
     pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
 
 
 def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     """The keys of one warpgroup: all blocks of queries, one head after the other, then the results."""
     pl, gpu, width = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config.block_q
-    q, k, v, dout, numbers, flags, extra, dk, dv = refs
+    q, k, v, dout, numbers, flags, extra, dk, dv, *dbias = refs
     wg, batch, head = (jax.lax.axis_index(a) for a in ("wg", "batch", "head"))
     first_row, band = jax.lax.axis_index("block") * CTA_ROWS, p.band.turned
     # Queries beyond the last one have weights of 0.
@@ -82,7 +88,14 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         kept = dropout.reader(p.turned.keep, extra, (batch, of_q), (p.queries, p.keys), turned=True)
         beside = sides.of_rows(p.turned, extra, batch, of_q, here, p.simulated), kept
         step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, beside, smem)
-        return scores.sweep(found, band, False, step, carry)
+        row_sums = [jnp.zeros((ROWS,), jnp.float32)] * len(dbias)
+        dk_sum, dv_sum, *row_sums = scores.sweep(found, band, False, step, (*carry, *row_sums))
+        for total, ref in zip(row_sums, dbias, strict=True):
+            smem["row_sums"][wg] = total
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(smem["row_sums"].at[wg], ref.at[batch, head * p.group + member, here])
+            gpu.wait_smem_to_gmem(0)
+        return dk_sum, dv_sum
 
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
     carry = zeros, zeros
@@ -100,7 +113,7 @@ def _step(
     p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, beside: Any, smem: Any,
     masked: bool, block: Any, totals: Any,
 ) -> Any:  # fmt: skip
-    """``(dK over scale, dV)`` with one more block of queries."""
+    """``(dK over scale, dV)`` with one more block of queries; behind them, if wanted, sums of the scores' gradients."""
     gpu, width = _mosaic.mosaic().gpu, p.config.block_q
     step = before + block
     slot = pipeline.slot(step)
@@ -109,11 +122,12 @@ def _step(
     products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
     wg, numbers = jax.lax.axis_index("wg"), [smem["numbers"][slot, i] for i in range(p.numbers)]
     tile = Tile(p.turned, beside[0], smem, slot, wg, masked, p.band.turned, first_row, block * width, None, beside[1])
-    weights, _, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 1), True)
+    weights, dx, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 1), True)
     dz = dz.astype(p.dtype)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     pipeline.refill(step)
     staging = smem["staging"].at[wg] if p.simulated else None
-    totals = scores.add_products(totals, ((dz, q), (weights.astype(p.dtype), dout)), staging)
+    row_sums = [x + jnp.sum(dx, axis=1) for x in totals[2:]]
+    found = scores.add_products(totals[:2], ((dz, q), (weights.astype(p.dtype), dout)), staging)
     gpu.barrier_arrive(smem["used"].at[slot])
-    return totals
+    return *found, *row_sums

@@ -223,9 +223,9 @@ def of_rows(sides: Sides, refs: Mapping[str, Any], batch: Any, head: Any, rows: 
 
 
 def biased(sides: Sides, mine: Mapping[str, Any], scores: Any, smem: Any, slot: Any, wg: Any, simulated: bool) -> Any:
-    """Scores with what is added to them. `mine`: `of_rows`."""
+    """Scores with what is added to them. `mine`: `of_rows`, and the tile of the bias where it is at hand."""
     if sides.bias is not None:
-        bias = tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
+        bias = mine["bias"] if "bias" in mine else tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
         scores = scores + (bias if sides.bias_factor == 1.0 else bias * sides.bias_factor)
     if sides.row_bias is not None:
         scores = scores + jax.lax.broadcast_in_dim(mine["row_bias"], scores.shape, (0,))

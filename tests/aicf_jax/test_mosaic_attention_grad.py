@@ -21,30 +21,38 @@ KERNEL = mosaic_attention_grad.KERNEL
 H200 = aicf_jax.Policy(target="h200", on_failure="raise")
 
 
-def plain_backward(q, k, v, out, m, l, dout, **equation):
+def plain_backward(q, k, v, out, m, l, dout, *, wanted=(), **equation):
     """From the statistics it is given, in float32."""
     layouts = equation.pop("layouts")
+    given = {name: equation.pop(name, None) for name in ("bias", "key_bias")}
+    factor, fill = equation.pop("bias_factor", 1.0), equation.pop("fill", -jnp.inf)
     q32, k32, v32, out, dout = (
         x.astype(jnp.float32) if layout == "bhsd" else x.astype(jnp.float32).swapaxes(1, 2)
         for x, layout in zip((q, k, v, out, dout), (*layouts, layouts[3]), strict=True)
     )
     group = q32.shape[1] // k32.shape[1]
+    hides = (equation[name] for name in ("lower", "upper", "segments", "mask") if name in equation)
+    visible = reference.visible(q32.shape[2], k32.shape[2], *hides)
 
-    def weights(q32, k32):
+    def scores(q32, k32, bias, key_bias):
         x = jnp.einsum("bhsd,bhtd->bhst", q32, jnp.repeat(k32, group, 1)) * equation["scale"]
         if equation["softcap"] is not None:
             x = equation["softcap"] * jnp.tanh(x / equation["softcap"])
-        return x
+        x = x if bias is None else x + factor * bias.astype(jnp.float32)
+        x = x if key_bias is None else x + key_bias[:, :, None]
+        return jnp.where(visible, x, fill)
 
-    x, pull = jax.vjp(weights, q32, k32)
-    seen = reference.seen(*x.shape[2:], equation["lower"], equation["upper"])
-    p = jnp.where(seen, jnp.exp(x - m[..., None]) / l[..., None], 0)
+    x, pull = jax.vjp(scores, q32, k32, given["bias"], given["key_bias"])
+    p = jnp.exp(x - m[..., None]) / l[..., None]
     delta = jnp.sum(out * dout, -1, keepdims=True)
     dp, pull_v = jax.vjp(lambda v32: jnp.einsum("bhsd,bhtd->bhst", dout, jnp.repeat(v32, group, 1)), v32)
-    found = (*pull(p * (dp - delta)), *pull_v(p))
-    return tuple(
-        (x if layout == "bhsd" else x.swapaxes(1, 2)).astype(q.dtype) for x, layout in zip(found, layouts, strict=False)
+    dq, dk, *biases = pull(p * (dp - delta))
+    found = tuple(
+        (x if layout == "bhsd" else x.swapaxes(1, 2)).astype(q.dtype)
+        for x, layout in zip((dq, dk, *pull_v(p)), layouts, strict=False)
     )
+    by_name = dict(zip(given, biases, strict=True))
+    return *found, *(by_name[name] for name in wanted)
 
 
 def stand_in(backward=plain_backward):
@@ -55,18 +63,33 @@ def stand_in(backward=plain_backward):
     return dataclasses.replace(KERNEL, platforms=("cpu",), targets=None, opaque=False, run=run, cost_bytes=lambda op: 0)
 
 
+def pulled(f, args, ct):
+    """Gradients of what is no integer and no truth value."""
+    numbers = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def g(*xs):
+        replaced = dict(zip(numbers, xs, strict=True))
+        return f(*(replaced.get(i, x) for i, x in enumerate(args)))
+
+    y, pull = jax.vjp(g, *(args[i] for i in numbers))
+    return pull(ct(y))
+
+
+def exactly(args):
+    return [x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+
+
+def cotangent(y):
+    return jax.random.normal(jax.random.key(1), y.shape, jnp.float32).astype(jnp.bfloat16).astype(y.dtype)
+
+
 def gradients(f, *args):
-    y, pull = jax.vjp(f, *args)
-    ct = jax.random.normal(jax.random.key(1), y.shape).astype(y.dtype)
-    return pull(ct)
+    return pulled(f, args, cotangent)
 
 
 def differ_little(found, args, f):
     with jax.enable_x64(True):
-        exact = [x.astype(jnp.float64) for x in args]
-        y, pull = jax.vjp(f, *exact)
-        ct = jax.random.normal(jax.random.key(1), y.shape, jnp.float32).astype(jnp.bfloat16)
-        wanted = pull(ct.astype(jnp.float64))
+        wanted = pulled(f, exactly(args), cotangent)
     # Y, weights and gradients of scores are rounded to 8 bits, at most eight times; what is summed has random signs.
     for a, b in zip(found, wanted, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
@@ -87,6 +110,30 @@ def test_gradients(name):
     found = gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args)
     assert backward.called
     differ_little(found, args, f)
+
+
+BESIDE = forward_tests.BESIDE
+# The gradients of biases that are made of numbers.
+WANTED = {
+    **dict.fromkeys(
+        ("bias", "bias of all heads", "bias under the scale", "one query, shared heads, bias", "t5", "alibi"), ("bias",)
+    ),
+    "padding that is a bias": ("key_bias",),
+}
+QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
+def test_gradients_with_arrays_beside_the_scores(name):
+    f, beside, given = BESIDE[name]
+    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
+    backward = mock.Mock(side_effect=plain_backward)
+    kernels = [forward_tests.stand_in(), stand_in(backward)]
+    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args), args, f)
+    options = backward.call_args.kwargs
+    told = {n for n in ("segments", "mask", "bias", "key_bias") if forward_tests.is_given(options[n])}
+    assert told == given
+    assert options.get("wanted", ()) == WANTED.get(name, ())
 
 
 @pytest.mark.slow
@@ -129,8 +176,53 @@ def test_taken_on_an_h200(name):
     assert "mosaic_attention_grad" in str(fusion.backward)
 
 
-def test_not_taken_with_a_bias_whose_gradient_is_wanted():
-    bias = forward_tests.struct(1, forward_tests.H, forward_tests.S, forward_tests.S)
-    q = forward_tests.Q
-    (fusion,) = aicf_jax.explain(forward_tests.jax_bias, q, q, q, bias, policy=H200).fusions
+S, H, Q = forward_tests.S, forward_tests.H, forward_tests.Q
+BIAS = forward_tests.struct(1, H, S, S, dtype="float32")
+TOKENS = forward_tests.struct(forward_tests.B, S, dtype="int32")
+LOWEST = forward_tests.LOWEST
+BESIDE_TAKEN = {
+    "flax, padding": (forward_tests.flax_padded, TOKENS),
+    "flax, segments": (forward_tests.flax_segments, TOKENS),
+    "a bias whose gradient is wanted": (forward_tests.jax_bias, BIAS),
+    "alibi": (forward_tests.alibi, forward_tests.struct(H, dtype="float32")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE_TAKEN)
+def test_taken_on_an_h200_with_arrays_beside_the_scores(name):
+    f, beside = BESIDE_TAKEN[name]
+    (fusion,) = aicf_jax.explain(f, Q, Q, Q, beside, policy=H200).fusions
+    assert "mosaic_attention_grad" in str(fusion.backward)
+
+
+def added_in_place(q, k, v, tokens):
+    mask = jnp.where((jnp.arange(S)[:, None] + tokens[:, None, None]) % 2 == 0, 0.0, LOWEST)
+    return forward_tests.weighted(forward_tests.scores(q, k) + mask, v)
+
+
+def under_a_bias(q, k, v, bias):
+    x = jnp.where(forward_tests.tril(S), forward_tests.scores(q, k), LOWEST)
+    return forward_tests.weighted(x + bias, v)
+
+
+def filled_powers_of_two(q, k, v, tokens):
+    x = jnp.where((tokens > 0)[:, None, None], forward_tests.scores(q, k), LOWEST)
+    e = jnp.exp2(x - x.max(-1, keepdims=True))
+    return jnp.einsum("bhqk,bkhd->bqhd", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
+
+
+BESIDE_NOT_TAKEN = {
+    "a fill that is added to scores": (added_in_place, TOKENS),
+    "a bias that is added to a fill": (under_a_bias, BIAS),
+    "a fill in powers of two": (filled_powers_of_two, TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_NOT_TAKEN)
+def test_not_taken_where_hidden_scores_have_gradients_or_statistics_are_rounded(name):
+    f, beside = BESIDE_NOT_TAKEN[name]
+    report = aicf_jax.explain(f, Q, Q, Q, beside, policy=H200)
+    (fusion,) = report.fusions
     assert "mosaic_attention_grad" not in str(fusion.backward)
+    assert fusion.kernel == "mosaic_attention"

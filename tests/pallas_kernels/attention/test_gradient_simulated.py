@@ -58,7 +58,9 @@ def bounds(case, q, k, v, dout, beside):
     slope = 1.0 if case.softcap is None else 1 - np.tanh(z / case.softcap) ** 2
     d_slope = 0.0 if case.softcap is None else 8 * U32 + 4 * dx / case.softcap
     gradient = p * (dp - delta)
-    d_gradient = e * np.abs(gradient) + p * (d_dp + d_delta)
+    # What shares a bias is added up.
+    shared = case.batch * case.heads * case.queries * U32
+    d_gradient = (e + shared) * np.abs(gradient) + p * (d_dp + d_delta)
     d_dz = d_gradient * slope + u * np.abs(gradient * slope) + np.abs(gradient) * d_slope + tiny
     terms = max(case.queries * case.heads // case.kv_heads, case.keys) * U32
     d_dz, d_p = d_dz + terms * np.abs(gradient * slope), (e + u + terms) * p + tiny
@@ -67,7 +69,7 @@ def bounds(case, q, k, v, dout, beside):
     lost = least * np.abs(dp - delta)
     d_dz, d_p, d_gradient = d_dz + lost, d_p + least, d_gradient + lost
     dq, dk = d_dz @ np.abs(k) * case.scale, d_dz.swapaxes(-1, -2) @ np.abs(q) * case.scale
-    return dq, summed(case, dk), summed(case, (d_p * f).swapaxes(-1, -2) @ np.abs(dout)), u, tiny
+    return dq, summed(case, dk), summed(case, (d_p * f).swapaxes(-1, -2) @ np.abs(dout)), d_gradient, u, tiny
 
 
 def norms(x):
@@ -98,7 +100,8 @@ def given(case):
 
 def simulated(case, args, beside):
     config = SMALL if case.head_dim == 64 else None
-    return backward(*args, **beside, **case.equation(), config=config, interpret=_mosaic.interpret())
+    wanted = [name for name in ("bias", "key_bias") if beside[name] is not None]
+    return backward(*args, **beside, **case.equation(), wanted=wanted, config=config, interpret=_mosaic.interpret())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,12 +112,23 @@ def test_backward(case):
     found = simulated(case, args, beside)
     assert not _mosaic.races_found()
     with jax.enable_x64(True):
-        wanted = [np.asarray(x) for x in reference.backward(*exact, **beside, **case.equation(), dtype=jnp.float64)[:3]]
-    *errors, u, tiny = bounds(case, *laid_out(case, *exact), beside)
-    for x, like, want, error, layout in zip(found, args, wanted, errors, case.layouts, strict=False):
+        wanted = reference.backward(*exact, **beside, **case.equation(), dtype=jnp.float64)
+        wanted = [None if x is None else np.asarray(x) for x in wanted]
+    *errors, d_gradient, u, tiny = bounds(case, *laid_out(case, *exact), beside)
+    for x, like, want, error, layout in zip(found[:3], args, wanted, errors, case.layouts, strict=False):
         assert x.dtype == like.dtype and x.shape == like.shape
         x, want = by_heads(exactly(x), layout), by_heads(want, layout)
         assert np.all(np.abs(x - want) <= error + u * (np.abs(want) + error) + tiny)
+    biases = [
+        (beside["bias"], wanted[3], d_gradient * abs(case.bias_factor)),
+        (beside["key_bias"], wanted[4], d_gradient.sum(2)),
+    ]
+    biases = [x for x in biases if x[0] is not None]
+    for x, (like, want, error) in zip(found[3:], biases, strict=True):
+        assert x.dtype == like.dtype and x.shape == like.shape
+        u = float(jnp.finfo(like.dtype).eps) / 2
+        error = error.sum(tuple(i for i, n in enumerate(like.shape) if n == 1 < error.shape[i]), keepdims=True)
+        assert np.all(np.abs(exactly(x) - want) <= error + u * (np.abs(want) + error))
 
 
 @pytest.mark.slow

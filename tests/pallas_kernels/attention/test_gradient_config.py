@@ -1,0 +1,51 @@
+"""Configurations of the backward check themselves and fit the device; arguments that do not fit are refused by name."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import _mosaic
+from pallas_kernels.attention import BackwardConfig, backward
+from pallas_kernels.attention.gradient_problem import default_backward
+
+
+@pytest.mark.parametrize("options", [{"block_k": 96}, {"block_q": 256}, {"stages": 1}])
+def test_a_configuration_that_cannot_run_cannot_be_built(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"BackwardConfig\({name}=...\): expected .*, found"):
+        BackwardConfig(**options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize(("per_score", "per_column"), [(0, 0), (0, 12), (1, 4), (4, 0), (5, 12)])
+def test_defaults_fit_the_device(head_dim, is_plain, per_score, per_column):
+    config = default_backward(head_dim, is_plain, per_score, per_column)
+    assert config.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES
+    assert config.stages >= 3
+
+
+def ids(*shape, dtype=jnp.int32):
+    return jnp.zeros(shape, dtype)
+
+
+Q, K = jnp.zeros((2, 48, 4, 64), jnp.bfloat16), jnp.zeros((2, 80, 2, 64), jnp.bfloat16)
+ROWS = jnp.zeros((2, 4, 48), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("segments", {"segments": [(ids(2, 1, 48), None)]}),
+        ("segments", {"segments": [(None, ids(2, 2, 80))]}),
+        ("mask", {"mask": ids(2, 1, 48, 80)}),
+        ("bias", {"bias": ids(4, 48, 80, dtype=jnp.float32)}),
+        ("bias_factor", {"bias_factor": 0.0}),
+        ("key_bias", {"key_bias": ids(2, 4, 48, dtype=jnp.float32)}),
+        ("fill", {"fill": -100.0}),
+        ("wanted", {"wanted": ("bias",)}),
+        ("wanted", {"wanted": ("mask",), "mask": ids(2, 1, 48, 80, dtype=bool)}),
+    ],
+)
+def test_backward_refuses_by_name(name, options):
+    with pytest.raises(ValueError, match=rf"backward\({name}=...\): expected .*, found"):
+        backward(Q, K, K, Q, ROWS, ROWS, Q, **options)
