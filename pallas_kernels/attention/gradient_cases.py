@@ -81,7 +81,9 @@ SLOW: Mapping[str, Case] = {
     "mask, one key": Case(1, 70, 1, mask="b1st", fill=_LOWEST),
     "bias of all": Case(2, 72, 136, 2, bias="11st"),
     "bias of each head and batch, odd lengths": Case(2, 75, 101, 2, bias="bhst"),
+    "bias of each batch, shared heads": Case(2, 72, 72, 4, 2, bias="b1st", bias_dtype="float16"),
     "bias of keys": Case(2, 72, 200, key_bias=True),
+    "bias of keys, shared heads, causal": Case(2, 72, 136, 2, 1, key_bias=True, upper=0),
     "narrow bias, factor, softcap": Case(
         1, 72, 128, 2, bias="1hst", bias_dtype="bfloat16", bias_factor=3.0, softcap=2.0
     ),
