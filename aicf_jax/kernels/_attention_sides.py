@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from aicf_jax.kernels._attention_layouts import order
 from aicf_jax.ops import FusedOp
+from aicf_jax.ops._attention_dropout import Drawn, drawn
 from aicf_jax.ops._attention_variant import Variant, scores_graph
 from aicf_jax.ops._side_arrays import Bias, Mask, Segments, Side, arguments, computed
 
@@ -49,7 +50,37 @@ def arrays(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> dict[str, Any]:
         "mask": functools.reduce(jnp.logical_and, masks) if masks else None,
         **biases(op, v, inputs),
         **({} if v.fill is None else {"fill": v.fill * v.base}),
+        **_dropout(op, v, inputs),
     }
+
+
+def _dropout(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> dict[str, Any]:
+    """Of `arrays`, which weights are kept: drawn in the kernel where each batch and head has its own."""
+    if v.dropout is None:
+        return {}
+    r, (batch, heads) = v.roles, order(v)
+    sizes = v.size(*batch), v.size(*heads, *r.group), v.size(r.query), v.size(r.key)
+    found = _drawn(op, v)
+    if found is not None:
+        from pallas_kernels.attention import Bernoulli
+
+        keep = Bernoulli(inputs[found.argument], found.probability, sizes)
+    else:
+        kept = [(_made(op, v, inputs, k.side, r.query, r.key).astype(bool), k.seen) for k in v.dropout.keeps]
+        keep = functools.reduce(jnp.logical_and, (x if seen else ~x for x, seen in kept))
+        keep = jnp.broadcast_to(keep, (*keep.shape[:2], *sizes[2:]))
+    return {"keep": keep, "keep_factor": v.dropout.factor}
+
+
+def _drawn(op: FusedOp, v: Variant) -> Drawn | None:
+    """Dropout that the kernel can draw, in the order of its own array: no array of the scores' size is made.
+
+    What batches or heads share is drawn once for all of them, and read.
+    """
+    graph, r, (batch, heads) = scores_graph(op), v.roles, order(v)
+    found = None if v.dropout is None else drawn(graph, v.dropout.keeps)
+    axes = tuple(a for a in (*batch, *heads, *r.group, r.query, r.key) if a in graph.axes)
+    return found if found is not None and found.axes == axes else None
 
 
 def biases(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -149,7 +180,7 @@ def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
 def moved_bytes(op: FusedOp, v: Variant) -> int:
     """What is moved beside reading the operation's arguments once: arrays of queries x keys that are made first."""
     masks, biases = _tile_bytes(op, v)
-    # Masks become one of bytes, and several biases, or what is no argument, one of its own.
+    # Truth values become one of bytes, and several biases, or what is no argument, one of its own.
     tiles, _ = _split(v)
     return 2 * masks + (2 * biases if len(tiles) > 1 or any(not b.side.whole for b in tiles) else 0)
 
@@ -161,11 +192,15 @@ def gradient_bytes(op: FusedOp, v: Variant) -> int:
 
 
 def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
-    """Of the mask and of the bias of queries x keys, as kernels read them."""
+    """Of truth values, and of the bias of queries x keys, as kernels read them."""
+    keeps = [] if v.dropout is None or _drawn(op, v) is not None else [k.side for k in v.dropout.keeps]
     masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
     tiles, _ = _split(v)
     is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
     sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
-    sides = masks, [b.side for b in tiles]
-    first, second = (n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True))
-    return first, second
+    sides = masks, [b.side for b in tiles], keeps
+    sizes = *sizes, 1
+    first, second, third = (
+        n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True)
+    )
+    return first + third, second
