@@ -108,11 +108,12 @@ def _forward(
     library: Callable[..., Any], with_sides: bool, how: Callable[..., Any], op: FusedOp, inputs: Any, saving: bool
 ) -> tuple[Any, ...]:
     v = known(op)
-    operands, sides = (v.q, v.k, v.v), _attention_sides.sides(v) if with_sides else ()
+    operands, keep = (v.q, v.k, v.v), _keep(how, with_sides, op, v, inputs)
+    sides = _attention_sides.sides(v, keep) if with_sides else ()
     beside = _attention_sides.values(op, v, sides, inputs)
 
     def found(v: Variant, *arrays: Any) -> list[Any]:
-        given_sides = _attention_sides.arrays(v, dict(zip(sides, arrays[3:], strict=True))) if with_sides else {}
+        given_sides = _attention_sides.arrays(v, dict(zip(sides, arrays[3:], strict=True)), keep) if with_sides else {}
         out, *statistics = library(
             *(given(v, a, x) for a, x in zip(operands, arrays, strict=False)),
             **_equation(v),
@@ -129,6 +130,10 @@ def _forward(
         return (out,)
     m, total = (x.reshape([v.size(*d) for d in v.rows.dims]) for x in statistics)
     return out, m / v.base if v.base != 1.0 else m, total
+
+
+def _keep(how: Callable[..., Any], with_sides: bool, op: FusedOp, v: Variant, inputs: Any) -> Any:
+    return _attention_sides.drawn_keep(op, v, inputs) if with_sides and how is whole else None
 
 
 def _back(v: Variant, array: Array, x: Any) -> Any:
@@ -165,7 +170,8 @@ def _gradient(
     assert op.gradient_of is not None
     v, (origin, wanted) = known(op), op.gradient_of
     given_to_it, (out, m, total, dout) = inputs[: len(origin.in_avals)], inputs[len(origin.in_avals) :]
-    operands, sides = (v.q, v.k, v.v), _attention_sides.sides(v) if with_sides else ()
+    operands, keep = (v.q, v.k, v.v), _keep(how, with_sides, origin, v, given_to_it)
+    sides = _attention_sides.sides(v, keep) if with_sides else ()
     asked = [k for k, a in enumerate(operands) if a.argument in wanted]
     names, moving = _attention_sides.wanted_biases(origin, v, wanted) if with_sides else ((), ())
 
@@ -179,7 +185,7 @@ def _gradient(
             rows_given(v, total),
             given(v, v.out, dout),
             **_equation(v),
-            **(_attention_sides.arrays(v, beside) if with_sides else {}),
+            **(_attention_sides.arrays(v, beside, keep) if with_sides else {}),
             **({"wanted": names} if names else {}),
         )
         qkv = [_back(v, operands[k], (dq, dk, dv)[k]) for k in asked]

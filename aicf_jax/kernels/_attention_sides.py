@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from aicf_jax.kernels._attention_layouts import order
-from aicf_jax.ops import FusedOp
+from aicf_jax.ops import FusedOp, _attention_dropout
+from aicf_jax.ops._attention_dropout import Drawn
 from aicf_jax.ops._attention_variant import Variant, scores_graph
 from aicf_jax.ops._side_arrays import Bias, Mask, Segments, Side, arguments, computed
 
@@ -30,9 +31,10 @@ def fills_low(v: Variant) -> bool:
     return v.fill is None or -math.inf < v.fill * v.base <= _HIGHEST_FILL
 
 
-def sides(v: Variant) -> tuple[Side, ...]:
-    """All arrays that a kind of attention has beside the scores."""
-    of_masks = (s for m in v.masks for s in ((m.side,) if isinstance(m, Mask) else (m.query, m.key)))
+def sides(v: Variant, drawn: Any = None) -> tuple[Side, ...]:
+    """All arrays that a kind of attention has beside the scores, but for dropout that is `drawn`."""
+    keeps = () if v.dropout is None or drawn is not None else v.dropout.keeps
+    of_masks = (s for m in (*v.masks, *keeps) for s in ((m.side,) if isinstance(m, Mask) else (m.query, m.key)))
     return tuple(dict.fromkeys((*of_masks, *(b.side for b in v.biases))))
 
 
@@ -41,11 +43,11 @@ def values(op: FusedOp, v: Variant, found: Sequence[Side], inputs: Sequence[Any]
     return [computed(scores_graph(op), side, inputs, dict(v.sizes)) for side in found]
 
 
-def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
+def arrays(v: Variant, given: Mapping[Side, Any], drawn: Any = None) -> dict[str, Any]:
     """Keyword arguments of `pallas_kernels.attention.forward`, from what `values` has of each of `sides`.
 
     What varies along queries or keys alone is a vector, and what varies along both an array of both, of which the
-    kernel takes one mask and one bias: several are combined before.
+    kernel takes one mask and one bias: several are combined before. `drawn`: what `drawn_keep` found.
     """
     r, laid_out = v.roles, functools.partial(_made, v, given)
     truth: dict[tuple[str, ...], list[Any]] = {kind: [] for kind in ((), (r.query,), (r.key,), (r.query, r.key))}
@@ -63,7 +65,46 @@ def arrays(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
         "mask": functools.reduce(jnp.logical_and, masks) if masks else None,
         **biases(v, given),
         **({} if v.fill is None else {"fill": v.fill * v.base}),
+        **_dropout(v, given, drawn),
     }
+
+
+def _dropout(v: Variant, given: Mapping[Side, Any], drawn: Any) -> dict[str, Any]:
+    """Of `arrays`, which weights are kept."""
+    if v.dropout is None:
+        return {}
+    r, keep = v.roles, drawn
+    if keep is None:
+        kept = [(_made(v, given, k.side, r.query, r.key).astype(bool), k.seen) for k in v.dropout.keeps]
+        keep = functools.reduce(jnp.logical_and, (x if seen else ~x for x, seen in kept))
+        keep = jnp.broadcast_to(keep, (*keep.shape[:2], v.size(r.query), v.size(r.key)))
+    return {"keep": keep, "keep_factor": v.dropout.factor}
+
+
+def drawn_keep(op: FusedOp, v: Variant, inputs: Sequence[Any]) -> Any:
+    """Which weights are kept, as the kernel draws it; None where it reads an array.
+
+    It draws by the place in the whole array, and so not on parts.
+    """
+    found = _drawn(op, v)
+    if found is None:
+        return None
+    from pallas_kernels.attention import Bernoulli
+
+    r, (batch, heads) = v.roles, order(v)
+    sizes = v.size(*batch), v.size(*heads, *r.group), v.size(r.query), v.size(r.key)
+    return Bernoulli(inputs[found.argument], found.probability, sizes)
+
+
+def _drawn(op: FusedOp, v: Variant) -> Drawn | None:
+    """Dropout that the kernel can draw, in the order of its own array: no array of the scores' size is made.
+
+    What batches or heads share is drawn once for all of them, and read.
+    """
+    graph, r, (batch, heads) = scores_graph(op), v.roles, order(v)
+    found = None if v.dropout is None else _attention_dropout.drawn(graph, v.dropout.keeps)
+    axes = tuple(a for a in (*batch, *heads, *r.group, r.query, r.key) if a in graph.axes)
+    return found if found is not None and found.axes == axes else None
 
 
 def biases(v: Variant, given: Mapping[Side, Any]) -> dict[str, Any]:
@@ -171,7 +212,7 @@ def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
 def moved_bytes(op: FusedOp, v: Variant) -> int:
     """What is moved beside reading the operation's arguments once: arrays of queries x keys that are made first."""
     masks, biases = _tile_bytes(op, v)
-    # Masks become one of bytes, and several biases, or what is no argument, one of its own.
+    # Truth values become one of bytes, and several biases, or what is no argument, one of its own.
     tiles, _ = _split(v)
     return 2 * masks + (2 * biases if len(tiles) > 1 or any(not b.side.whole for b in tiles) else 0)
 
@@ -183,11 +224,15 @@ def gradient_bytes(op: FusedOp, v: Variant) -> int:
 
 
 def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
-    """Of the mask and of the bias of queries x keys, as kernels read them."""
+    """Of truth values, and of the bias of queries x keys, as kernels read them."""
+    keeps = [] if v.dropout is None or _drawn(op, v) is not None else [k.side for k in v.dropout.keeps]
     masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
     tiles, _ = _split(v)
     is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
     sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
-    sides = masks, [b.side for b in tiles]
-    first, second = (n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True))
-    return first, second
+    sides = masks, [b.side for b in tiles], keeps
+    sizes = *sizes, 1
+    first, second, third = (
+        n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True)
+    )
+    return first + third, second

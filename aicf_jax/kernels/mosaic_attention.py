@@ -47,11 +47,12 @@ KERNEL = Kernel(
     ("cuda",),
     capabilities(
         "heads of a multiple of 16 up to 256, with no more than scale, softcap, limits on the distance of query and "
-        "key, and masks, segment ids and biases made without Q and K",
+        "key, masks, segment ids and biases made without Q and K, and dropout of the weights",
         _fits,
         "masks",
         "biases",
         "fill",
+        "dropout",
         "passes",
     ),
     **forward(_library, with_sides=True),

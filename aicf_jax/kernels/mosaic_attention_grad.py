@@ -57,12 +57,13 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(
-        "heads of 64 or 128, with no more than scale, softcap, limits on the distance of query and key, and masks, "
-        "segment ids and biases made without Q and K, whose fill nothing is added to",
+        "heads of 64 or 128, with no more than scale, softcap, limits on the distance of query and key, masks, "
+        "segment ids and biases made without Q and K, whose fill nothing is added to, and dropout of the weights",
         _fits,
         "masks",
         "biases",
         "fill",
+        "dropout",
     ),
     **gradient(_library, with_sides=True),
     cost_bytes=_bytes,

@@ -16,10 +16,11 @@ from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import _side_arrays
 from aicf_jax.ops._attention_composition import softmax_step
+from aicf_jax.ops._attention_dropout import Dropout, dropout
 from aicf_jax.ops._attention_scores import Scores, through_casts
 from aicf_jax.ops._position_band import Band, Unidentified, conditions, limit
 from aicf_jax.ops._semantic import FusedOp
-from aicf_jax.ops._side_arrays import Bias, Mask, Segments
+from aicf_jax.ops._side_arrays import Bias, Mask, Segments, behind
 
 #: The axis of queries where there is one query: of size 1, which the graph leaves out.
 _ONE = "one"
@@ -59,6 +60,7 @@ class Variant:
       fill: what X is where a key is hidden, if a row may have nothing else; None: -inf, or each row sees a key.
       passes: whether the hidden scores of a row that has nothing else, or their biases, have gradients: something was
         added to the fill.
+      dropout: what the weights are multiplied by behind the softmax; None: nothing.
       rows: the statistics of the rows, laid out like X without the keys.
     """
 
@@ -77,6 +79,7 @@ class Variant:
     biases: tuple[Bias, ...]
     fill: float | None
     passes: bool
+    dropout: Dropout | None
     base: float
 
     @property
@@ -94,6 +97,7 @@ class Variant:
         parts += [f"j - i in [{b.lower}, {b.upper}]"] if b != Band() else []
         parts += [f"{len(self.masks)} masks from arrays"] if self.masks else []
         parts += [f"{len(self.biases)} biases"] if self.biases else []
+        parts += ["dropout"] if self.dropout is not None else []
         parts += [f"scale {self.scale:.4g}"] + ([f"softcap {self.softcap:g}"] if self.softcap else [])
         return ", ".join(parts)
 
@@ -137,7 +141,7 @@ def _read(op: FusedOp, graph: Any) -> Variant:
     keys = x_view.dims[op.blob["axis"] % len(x_view.dims)]
     if len(keys) != 1:
         raise Unidentified("keys along several axes")
-    v, out_dot = _values(graph, out, p)
+    v, weights, out_dot = _values(graph, out, p)
     scores = Scores(graph)
     scores.read(x)
     roles = _roles(graph, keys[0], scores, v, out_dot)
@@ -172,6 +176,7 @@ def _read(op: FusedOp, graph: Any) -> Variant:
         biases,
         fill,
         _passes(scores, masks, fill),
+        dropout(graph, weights, p),
         base,
     )
 
@@ -210,18 +215,19 @@ def _passes(scores: Scores, masks: Sequence[Any], fill: float | None) -> bool:
     return bool(masks and added) or (fill is not None and (added or under))
 
 
-def _values(graph: Any, out: int, p: int) -> tuple[int, int]:
-    """V, and the product of P and V, which must be all that lies behind P."""
+def _values(graph: Any, out: int, p: int) -> tuple[int, int, int]:
+    """V, what is made of P, and the product of both, which must be all that lies behind them."""
     dot = through_casts(graph, out, p)
     if graph.values[dot].op != "dot":
         raise Unidentified(f"{graph.values[dot].op} behind the product with V")
-    a, b = (through_casts(graph, i, p) for i in graph.values[dot].args)
-    if (a == p) == (b == p):
-        raise Unidentified("something between weights and values")
-    v = b if a == p else a
+    a, b = graph.values[dot].args
+    if (p in behind(graph, a)) == (p in behind(graph, b)):
+        raise Unidentified("weights in both operands of the product with V")
+    weights, v = (a, b) if p in behind(graph, a) else (b, a)
+    v = through_casts(graph, v)
     if graph.values[v].op != "input":
         raise Unidentified(f"values from {graph.values[v].op}")
-    return v, dot
+    return v, weights, dot
 
 
 def _roles(graph: Any, key: str, scores: Scores, v: int, out_dot: int) -> Roles:

@@ -63,20 +63,20 @@ def side(graph: Any, v: int) -> Side:
 
 
 def _check(graph: Any, v: int) -> None:
-    for i in _behind(graph, v):
+    for i in behind(graph, v):
         op = graph.values[i].op
-        if op not in ("input", "constant", "iota") and op not in POINTWISE:
+        if op not in ("input", "constant", "iota", "bits") and op not in POINTWISE:
             raise Unidentified(f"a mask or a bias from {op}")
 
 
 def arguments(graph: Any, found: Side) -> set[int]:
     """The arguments of the operation that an array is made of."""
-    values = (graph.values[i] for i in _behind(graph, found.value))
+    values = (graph.values[i] for i in behind(graph, found.value))
     return {int(value.param("argument")) for value in values if value.op == "input"}
 
 
-def _behind(graph: Any, v: int) -> list[int]:
-    """A value and what it is computed from."""
+def behind(graph: Any, v: int) -> list[int]:
+    """A value and all it is computed from."""
     found, seen = [v], {v}
     for i in found:
         new = [a for a in graph.values[i].args if a not in seen]
@@ -118,6 +118,10 @@ def _value(graph: Any, v: int, inputs: Sequence[Any], sizes: Mapping[str, int], 
         return jnp.asarray(np.asarray(value.param("value"), jnp.dtype(value.dtype)))
     if value.op == "iota":
         return jax.lax.iota(jnp.dtype(value.dtype), sizes[value.param("axis")])
+    if value.op == "bits":
+        axes = value.param("axes")
+        x = jax.random.bits(get(value.args[0]), [sizes[a] for a in axes])
+        return x.transpose([axes.index(a) for a in value.axes])
     shape = tuple(sizes[a] for a in value.axes)
     args = []
     for a in value.args:

@@ -2,7 +2,8 @@
 
 from pallas_kernels.attention.backward import backward
 from pallas_kernels.attention.config import ForwardConfig
+from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.forward import forward
 from pallas_kernels.attention.gradient_problem import BackwardConfig
 
-__all__ = ["BackwardConfig", "ForwardConfig", "backward", "forward"]
+__all__ = ["BackwardConfig", "Bernoulli", "ForwardConfig", "backward", "forward"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels._arguments import expect
+from pallas_kernels.attention import dropout
 from pallas_kernels.attention.sides import Arrays
 
 LAYOUTS = ("bshd", "bhsd")
@@ -17,7 +18,7 @@ LAYOUTS = ("bshd", "bhsd")
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 
 _NUMBERS = f"numbers of type {', '.join(_BIAS_DTYPES)}"
-_TYPES = {"segments": "integers of at most 32 bits", "mask": "truth values", "bias": _NUMBERS, "key_bias": _NUMBERS}
+_TYPES = {"segments": "integers of at most 32 bits", "bias": _NUMBERS, "key_bias": _NUMBERS}
 
 
 class Sizes(NamedTuple):
@@ -70,7 +71,7 @@ def check_scores(
     check("upper", lower is None or upper is None or lower <= upper, f"at least the lower limit {lower}", upper)
 
 
-def check_sides(function: str, of: Sizes, arrays: Arrays, factor: float, fill: float) -> None:
+def check_sides(function: str, of: Sizes, arrays: Arrays, factor: float, fill: float, keep_factor: float) -> None:
     """Raises ValueError unless these arrays beside the scores have their types and sizes."""
     expect_here = functools.partial(expect, function)
 
@@ -78,7 +79,7 @@ def check_sides(function: str, of: Sizes, arrays: Arrays, factor: float, fill: f
         allowed = [(1, of.batch), (1, of.heads), *((n,) for n in lengths)]
         ok = len(x.shape) == len(allowed) and all(n in a for n, a in zip(x.shape, allowed, strict=True))
         expected = f"for {' and '.join(map(str, lengths))}, of batches and heads that fit"
-        expect_here(name, ok and is_type, f"{_TYPES[name]} {expected}", (x.shape, str(x.dtype)))
+        expect_here(name, ok and is_type, f"{_TYPES.get(name, 'truth values')} {expected}", (x.shape, str(x.dtype)))
 
     for pair in arrays.segments:
         expect_here("segments", len(pair) == 2 and pair[1] is not None, "pairs with ids of keys", pair)
@@ -86,13 +87,15 @@ def check_sides(function: str, of: Sizes, arrays: Arrays, factor: float, fill: f
             if x is not None:
                 is_ids = jnp.issubdtype(x.dtype, jnp.signedinteger) and x.dtype.itemsize <= 4
                 check("segments", x, is_ids, length)
-    if arrays.mask is not None:
-        check("mask", arrays.mask, arrays.mask.dtype == jnp.bool_, of.queries, of.keys)
+    for name, x in (("mask", arrays.mask), ("keep", arrays.keep)):
+        if x is not None:
+            check(name, x, x.dtype == jnp.bool_, of.queries, of.keys)
     if arrays.bias is not None:
         check("bias", arrays.bias, str(arrays.bias.dtype) in _BIAS_DTYPES, of.queries, of.keys)
     if arrays.key_bias is not None:
         check("key_bias", arrays.key_bias, str(arrays.key_bias.dtype) in _BIAS_DTYPES, of.keys)
     expect_here("bias_factor", math.isfinite(factor) and factor != 0, "a number other than 0", factor)
+    dropout.check(function, arrays.keep, keep_factor)
     expect_here("fill", fill <= -1e4, "-inf, or a number so low that its exponential is 0 beside others", fill)
 
 

@@ -4,6 +4,8 @@ With ``X`` the scores (see `forward`), ``P = exp(X - m) / l`` and ``Z = Q K^T``:
 
     delta = sum_d dO O      dX = P (dO V^T - delta)      dZ = dX dX/dZ      dQ = dZ K      dK = dZ^T Q      dV = P^T dO
 
+Dropout multiplies P in dV and ``dO V^T`` in dZ, and leaves delta as it is.
+
 The first kernel owns 128 queries of a head, walks the keys they see and leaves dQ, delta and ``log2 sum exp(X)`` of
 each row. The second owns 128 keys and walks the queries that see them, of all heads that share the keys: sums stay in
 float32 registers in an order that depends on shapes alone, without atomics, the same bits on every run. P and dZ are
@@ -32,9 +34,10 @@ from pallas_kernels._arguments import expect
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
+from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
-from pallas_kernels.attention.sides import Arrays, Sides
+from pallas_kernels.attention.sides import Arrays, Sides, named
 
 
 def backward(
@@ -56,6 +59,8 @@ def backward(
     bias_factor: float = 1.0,
     key_bias: jax.Array | None = None,
     fill: float = -math.inf,
+    keep: jax.Array | Bernoulli | None = None,
+    keep_factor: float = 1.0,
     wanted: Sequence[str] = (),
     layouts: tuple[str, ...] = ("bshd",) * 4,
     config: BackwardConfig | None = None,
@@ -81,6 +86,8 @@ def backward(
       bias_factor: likewise.
       key_bias: likewise.
       fill: likewise.
+      keep: likewise.
+      keep_factor: likewise.
       wanted: some of ``"bias"`` and ``"key_bias"``: those whose gradients are wanted, in this order, typed like them.
       layouts: of q, k, v and O.
       config: tiles; by shape unless told otherwise.
@@ -89,17 +96,18 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    arrays = Arrays(tuple(segments), mask, bias, key_bias)
+    arrays = Arrays(tuple(segments), mask, bias, key_bias, keep)
     of = sizes("backward", q, k, v, layouts, lambda d: d in (64, 128), "heads of length 64 or 128")
     check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     check_results("backward", of, layouts[3], q, out, dout, m, l)
-    check_sides("backward", of, arrays, bias_factor, fill)
+    check_sides("backward", of, arrays, bias_factor, fill, keep_factor)
     for name in wanted:
         there = {"bias": bias, "key_bias": key_bias}.get(name)
         expect("backward", "wanted", there is not None, "names of biases that are given", wanted)
-    by_queries, by_keys = (arrays.described(bias_factor, fill, turned) for turned in (False, True))
+    by_queries, by_keys = (arrays.described(bias_factor, fill, keep_factor, turned) for turned in (False, True))
     if not by_queries.has_arrays:
-        by_queries = by_keys = Sides()  # limits leave each query a key, and beside one the fill is nothing
+        # Limits leave each query a key, and beside one the fill is nothing.
+        by_queries = by_keys = Sides(keep=by_queries.keep)
     per_column = max(by_queries.per_column, by_keys.per_column)
     config = config or default_backward(of.depth, softcap is None and lower is None, by_queries.per_score, per_column)
     p = Problem(
@@ -128,7 +136,8 @@ def _gradients(
     found = [cut(dq, *rows), cut(dk, *keys[0]), cut(dv, *keys[1])]
     for name in wanted:
         if name == "bias":
-            (x,) = bias_gradient.call(p, interpret, of_queries[-1])(q, k, v, dout, *numbers, *of_queries)
+            tiled = named(p.sides, of_queries)["bias"]
+            (x,) = bias_gradient.call(p, interpret, tiled)(q, k, v, dout, *numbers, *of_queries)
             found.append(cut(cut(x, 2, p.queries), 3, p.keys))
         else:
             shared = [i for i in (0, 1) if arrays.key_bias.shape[i] == 1]

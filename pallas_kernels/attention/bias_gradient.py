@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import gradient_tile, scores, sides
+from pallas_kernels.attention import dropout, gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 from pallas_kernels.attention.scores import Band
@@ -40,9 +40,9 @@ def _width(p: Problem) -> int:
 
 def _stages(p: Problem) -> int:
     """Blocks in flight: as many as there is shared memory for, at most 3."""
-    width, s = _width(p), p.sides
+    width, s = _width(p), _others(p)
     row = 4 * p.head_dim
-    stage = (_ROWS + width) * row + 4 * p.numbers * _ROWS + _ROWS * width * (s.mask is not None) + s.per_column * width
+    stage = (_ROWS + width) * row + 4 * p.numbers * _ROWS + (_ROWS * s.per_score + s.per_column) * width
     rest = 4096 + _ROWS * width * jnp.dtype(s.bias_dtype).itemsize
     return max(1, min(3, (_mosaic.HOPPER_SMEM_BYTES - rest) // stage))
 
@@ -52,7 +52,7 @@ def _body(p: Problem, *refs: Any) -> None:
     beside = 4 + p.numbers
     extra = sides.named(p.sides, refs[beside:-1])
     others = _others(p)
-    tiles = sides.allocations(dataclasses.replace(p.sides, mask=None), 1, WARPGROUPS, width, extra)
+    tiles = sides.allocations(dataclasses.replace(p.sides, mask=None, keep=None), 1, WARPGROUPS, width, extra)
     allocations = {
         "q_smem": p.tiles(stages * WARPGROUPS, ROWS),
         "dout_smem": p.tiles(stages * WARPGROUPS, ROWS),
@@ -142,7 +142,9 @@ def _step(p: Problem, place: Any, pipeline: Pipeline, step: Any, bias: Any, extr
     products, dp = scores.multiply((q, _compat.transposed(keys)), (dout, _compat.transposed(values)))
     numbers = [smem["numbers"][slot, i, wg] for i in range(p.numbers)]
     # Keys beyond the last one have gradients that nobody reads.
-    tile = Tile(p.sides, beside, smem, slot, wg, p.band != Band(None, None), p.band, first_row, first_key, None)
+    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
+    masked = p.band != Band(None, None)
+    tile = Tile(p.sides, beside, smem, slot, wg, masked, p.band, first_row, first_key, None, kept)
     _, dx, _ = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 0), False)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     if pipeline.stages > 1:

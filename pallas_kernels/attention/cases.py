@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.device import SelfAttention, forward_case, gradient_case
 from pallas_kernels.attention.device_sides import Beside, beside_case, beside_gradient_case
+from pallas_kernels.attention.dropout import Bernoulli
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Case:
     """One call of `forward`. `config`: None for the default.
 
     Arrays beside the scores: `padding` hides the last keys of each batch, and all of them from no query; `segments`: of
-    random ids; `mask` and `bias`: their dimensions, ``"1"`` where they share one. `blind`: there is a query that sees
+    random ids; `mask` and `bias`: their dimensions, ``"1"`` where they share one; `keep`
+    likewise, `drawn` in the kernel or not. `blind`: there is a query that sees
     nothing.
     """
 
@@ -47,6 +49,9 @@ class Case:
     bias_factor: float = 1.0
     key_bias: bool = False
     fill: float = -math.inf
+    keep: str = ""
+    keep_probability: float = 0.9
+    drawn: bool = False
 
     def arrays(self, key: jax.Array) -> tuple[Any, ...]:
         """Random ``(q, k, v)``."""
@@ -61,7 +66,7 @@ class Case:
     def beside(self, key: jax.Array) -> dict[str, Any]:
         """Random arrays beside the scores, as `forward` takes them."""
         b, s, t = self.batch, self.queries, self.keys
-        keys = jax.random.split(key, 5)
+        keys = jax.random.split(key, 6)
         pairs: list[Any] = []
         if self.padding:
             kept = jax.random.randint(keys[0], (b, 1, 1), t // 2, t)
@@ -73,12 +78,17 @@ class Case:
         mask = jax.random.bernoulli(keys[3], 0.7, [sizes[d] for d in self.mask]) if self.mask else None
         bias = jax.random.normal(keys[4], [sizes[d] for d in self.bias]).astype(self.bias_dtype) if self.bias else None
         key_bias = jax.random.normal(keys[4], (b, 1, t)) if self.key_bias else None
-        return {"segments": pairs, "mask": mask, "bias": bias, "key_bias": key_bias}
+        keep = None
+        if self.keep:
+            keep = Bernoulli(keys[5], self.keep_probability, tuple(sizes[d] for d in self.keep))
+            keep = keep if self.drawn else jax.random.bernoulli(keys[5], self.keep_probability, keep.shape)
+        return {"segments": pairs, "mask": mask, "bias": bias, "key_bias": key_bias, "keep": keep}
 
     def equation(self) -> dict[str, Any]:
         """The keyword arguments that say what is computed."""
         names = ("scale", "lower", "upper", "softcap", "layouts", "bias_factor", "fill")
-        return {name: getattr(self, name) for name in names}
+        factor = 1 / self.keep_probability if self.keep else 1.0
+        return {**{name: getattr(self, name) for name in names}, "keep_factor": factor}
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the call."""
@@ -101,6 +111,9 @@ QUICK: Mapping[str, Case] = {
     "causal, padding, segments, a query that sees nothing, low fill": Case(
         1, 72, 200, upper=0, padding=True, segments=True, blind=True, fill=_LOWEST, config=_SMALL
     ),
+    "dropout drawn in the kernel, causal, shared heads, ragged": Case(
+        1, 72, 100, 2, 1, upper=28, keep="bhst", drawn=True, config=_SMALL
+    ),
     "bias and mask by tiles, heads of 80": Case(
         1, 40, 136, 2, head_dim=80, mask="11st", bias="1hst", upper=110, config=_ONE
     ),
@@ -111,6 +124,30 @@ SLOW: Mapping[str, Case] = {
     "keys in two parts, shared heads, padding": Case(
         1, 1, 200, 4, 2, padding=True, config=dataclasses.replace(_ONE, splits=2)
     ),
+    "dropout drawn, causal, shared heads, batches": Case(
+        2, 72, 200, 2, 1, upper=128, keep="bhst", drawn=True, config=_SMALL
+    ),
+    "dropout from an array": Case(2, 136, 200, 2, keep="bhst", config=_SMALL),
+    "dropout from an array that all share, odd lengths": Case(2, 75, 101, 4, 2, upper=30, keep="11st", config=_SMALL),
+    "dropout from an array, mask, bias, low fill": Case(
+        2, 72, 136, 2, mask="b1st", bias="1hst", fill=_LOWEST, keep="1hst", layouts=_HEADS_FIRST, config=_SMALL
+    ),
+    "dropout drawn, that all share, half of it": Case(
+        2, 130, 77, 2, keep="11st", drawn=True, keep_probability=0.5, config=_SMALL
+    ),
+    "dropout drawn for each batch, padding, heads of 128": Case(
+        2, 64, 200, 2, 1, 128, padding=True, keep="b1st", drawn=True
+    ),
+    "dropout drawn, almost none": Case(
+        1, 72, 72, 2, upper=0, keep="1hst", drawn=True, keep_probability=1 - 2.0**-23, config=_SMALL
+    ),
+    "dropout drawn, float16, window, softcap": Case(
+        1, 200, 200, 2, dtype="float16", lower=-50, upper=20, softcap=2.0, keep="bhst", drawn=True, config=_SMALL
+    ),
+    "one query, dropout drawn, in parts": Case(
+        2, 1, 300, 4, 2, keep="bhst", drawn=True, config=dataclasses.replace(_ONE, splits=2)
+    ),
+    "one query, dropout from an array": Case(2, 1, 300, 4, 2, keep="bhst", config=_ONE),
     "whole blocks": Case(1, 128, 128, config=_SMALL),
     "many blocks, one stage": Case(1, 128, 384, config=ForwardConfig(64, 1)),
     "many blocks, three stages": Case(1, 128, 448, config=ForwardConfig(64, 3)),
@@ -211,6 +248,10 @@ COMPILED: Mapping[str, Case] = {
         _CAUSAL, bias="1hst", bias_dtype="bfloat16", mask="b1st", upper=None, head_dim=128
     ),
     "bias of keys, D 64": dataclasses.replace(_CAUSAL, key_bias=True, upper=None),
+    "dropout drawn, D 64": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True),
+    "dropout drawn, padding, D 128": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True, padding=True, head_dim=128),
+    "dropout from an array, D 64": dataclasses.replace(_CAUSAL, keep="11st"),
+    "dropout from an array, mask, D 128": dataclasses.replace(_CAUSAL, keep="bhst", mask="b1st", head_dim=128),
 }
 
 #: Of few queries, likewise: a kernel, and what merges its parts.

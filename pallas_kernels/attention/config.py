@@ -79,17 +79,18 @@ class ForwardConfig:
 
 def default_forward(
     head_dim: int, per_score: int = 0, per_key: int = 0, ctas: int = 1 << 20, queries: int = 1 << 20, keys: int = 0,
-    sm_count: int = 1,
+    sm_count: int = 1, drops: bool = False,
 ) -> ForwardConfig:  # fmt: skip
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
     `per_score`, `per_key`: bytes of the arrays beside the scores. `ctas`: CTAs of `QUERY_ROWS` queries that there are
-    without splits; where they leave most multiprocessors idle and queries are few, keys are split.
+    without splits; where they leave most multiprocessors idle and queries are few, keys are split. `drops`: whether
+    some weights are dropped, the choice of which takes registers.
     """
     splits = _splits(ctas, queries, keys, sm_count)
     few = not _compat.moves_registers()
     one = splits > 1 or (few and head_dim > 128)
-    small = head_dim > 128 or per_score > 0 or (few and head_dim > 64 and per_key > 0)
+    small = head_dim > 128 or per_score > 0 or drops or (few and head_dim > 64 and per_key > 0)
     found = [
         ForwardConfig(block_k, stages, not one, 1 if one else WARPGROUPS, splits)
         for block_k in ((64,) if small else (128, 64))

@@ -24,6 +24,7 @@ from pallas_kernels import _mosaic
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import merge, online, sides
 from pallas_kernels.attention.config import QUERY_ROWS, ForwardConfig, head_swizzle
+from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem, problem
 from pallas_kernels.attention.sides import ATOM_ROWS, Arrays
@@ -47,6 +48,8 @@ def forward(
     bias_factor: float = 1.0,
     key_bias: jax.Array | None = None,
     fill: float = -math.inf,
+    keep: jax.Array | Bernoulli | None = None,
+    keep_factor: float = 1.0,
     layouts: tuple[str, ...] = ("bshd",) * 4,
     with_statistics: bool = False,
     config: ForwardConfig | None = None,
@@ -72,6 +75,9 @@ def forward(
       key_bias: ``[B, H, T]``, likewise added, for all queries.
       fill: what X is where a query does not see a key. A query that sees no key has NaN where it is -inf, and
         otherwise the mean of V over the keys whose X is the fill.
+      keep: ``[B, H, S, T]``, boolean, B and H as above: behind the softmax, weights are multiplied by ``keep_factor``
+        where it is true, and by 0 elsewhere. Or a `Bernoulli`, which the kernel makes tile by tile.
+      keep_factor: a number.
       layouts: of q, k, v and O.
       with_statistics: whether the backward wants ``m`` and ``l``.
       config: tiles; by shape unless told otherwise.
@@ -83,13 +89,14 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    arrays, unpack = Arrays(tuple(segments), mask, bias, key_bias), None
+    arrays, unpack = Arrays(tuple(segments), mask, bias, key_bias, keep), None
     if merge.is_one_query(q, k, layouts, lower, upper, arrays):
         q, arrays, unpack = merge.heads_as_queries(q, k, arrays, layouts)
         layouts, lower, upper = ("bhsd", *layouts[1:3], "bhsd"), None, None
     p = problem(
         q, k, v, scale=scale, lower=lower, upper=upper, softcap=softcap, arrays=arrays, bias_factor=bias_factor,
-        fill=fill, layouts=layouts, with_statistics=with_statistics, config=config, simulated=interpret is not None,
+        fill=fill, keep_factor=keep_factor, layouts=layouts, with_statistics=with_statistics, config=config,
+        simulated=interpret is not None,
     )  # fmt: skip
     operands = [padded(x, layout.index("s"), ATOM_ROWS) for x, layout in zip((q, k, v), layouts, strict=False)]
     beside = arrays.prepared(p.query_blocks * p.config.rows, p.key_blocks * p.config.block_k)

@@ -21,10 +21,29 @@ QUICK: Mapping[str, Case] = {
     "causal, padding, segments, a query that sees nothing, low fill": Case(
         1, 72, 200, upper=0, padding=True, segments=True, blind=True, fill=_LOWEST
     ),
+    "dropout drawn in the kernel, causal, shared heads, ragged": Case(
+        1, 40, 72, 2, 1, upper=32, keep="bhst", drawn=True
+    ),
 }
 
 #: In the simulator, the rest.
 SLOW: Mapping[str, Case] = {
+    "dropout drawn, causal, shared heads, batches": Case(2, 72, 136, 2, 1, upper=64, keep="bhst", drawn=True),
+    "dropout from an array": Case(2, 136, 72, 2, keep="bhst"),
+    "dropout from an array that all share, odd lengths, shared heads": Case(2, 75, 101, 4, 2, upper=30, keep="11st"),
+    "dropout from an array, mask, bias, low fill": Case(
+        2, 72, 136, 2, mask="b1st", bias="1hst", fill=_LOWEST, keep="1hst", layouts=_HEADS_FIRST
+    ),
+    "dropout drawn, that all share, half of it": Case(2, 130, 77, 2, keep="11st", drawn=True, keep_probability=0.5),
+    "dropout drawn for each batch, padding, heads of 128": Case(
+        2, 64, 200, 2, 1, 128, padding=True, keep="b1st", drawn=True
+    ),
+    "dropout drawn, almost none": Case(1, 72, 72, 2, upper=0, keep="1hst", drawn=True, keep_probability=1 - 2.0**-23),
+    "dropout drawn, float16, window, softcap": Case(
+        1, 200, 200, 2, dtype="float16", lower=-50, upper=20, softcap=2.0, keep="bhst", drawn=True
+    ),
+    "dropout drawn, bias of all": Case(2, 72, 72, 2, bias="11st", keep="bhst", drawn=True),
+    "one query, dropout drawn": Case(2, 1, 130, 4, 2, keep="bhst", drawn=True),
     "window, softcap, float16": Case(
         1, 72, 136, dtype="float16", lower=-20, upper=40, softcap=2.0, layouts=_HEADS_FIRST
     ),
@@ -62,7 +81,9 @@ SLOW: Mapping[str, Case] = {
     "mask, one key": Case(1, 70, 1, mask="b1st", fill=_LOWEST),
     "bias of all": Case(2, 72, 136, 2, bias="11st"),
     "bias of each head and batch, odd lengths": Case(2, 75, 101, 2, bias="bhst"),
+    "bias of each batch, shared heads": Case(2, 72, 72, 4, 2, bias="b1st", bias_dtype="float16"),
     "bias of keys": Case(2, 72, 200, key_bias=True),
+    "bias of keys, shared heads, causal": Case(2, 72, 136, 2, 1, key_bias=True, upper=0),
     "narrow bias, factor, softcap": Case(
         1, 72, 128, 2, bias="1hst", bias_dtype="bfloat16", bias_factor=3.0, softcap=2.0
     ),

@@ -62,13 +62,16 @@ class BackwardConfig:
         return 4096 + max(queries, keys)
 
 
-def default_backward(head_dim: int, is_plain: bool, per_score: int = 0, per_column: int = 0) -> BackwardConfig:
+def default_backward(
+    head_dim: int, is_plain: bool, per_score: int = 0, per_column: int = 0, is_drawn: bool = False
+) -> BackwardConfig:
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
     Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
     softcap nor a lower limit, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
+    `is_drawn`: whether dropout is, the numbers of which take more registers.
     """
-    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 else 64
+    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 and not is_drawn else 64
     block_q = 64 if head_dim == 64 else 32
     found = [BackwardConfig(block, block_q, stages) for block in (block_k, 32) for stages in (4, 3, 2)]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)

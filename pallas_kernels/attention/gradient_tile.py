@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ class Tile(NamedTuple):
       first_row: the first of them.
       first_column: likewise.
       columns: None, or how many there are.
+      kept: what `dropout.reader` gives.
     """
 
     sides: Sides
@@ -41,6 +42,7 @@ class Tile(NamedTuple):
     first_row: Any
     first_column: Any
     columns: int | None
+    kept: Callable[..., Any] | None
 
 
 def statistics(p: Problem, m: Any, total: Any) -> list[Any]:
@@ -58,7 +60,7 @@ def statistics(p: Problem, m: Any, total: Any) -> list[Any]:
 def gradients(
     p: Problem, at: Tile, products: Any, dp: Any, numbers: Sequence[Any], with_weights: bool
 ) -> tuple[Any, Any, Any]:
-    """``(P, dX, dZ)`` of a tile of ``Z = Q K^T``, dZ over `scale`.
+    """``(P, dX, dZ)`` of a tile of ``Z = Q K^T``, dZ over `scale`; P without what is dropped, over its factor.
 
     Hidden scores have a gradient of 0. They have a weight where a row has seen nothing but the fill: with
     `with_weights` it is part of P. Without arrays beside the scores rows that are NaN are so in all places.
@@ -67,7 +69,7 @@ def gradients(
       p: the problem.
       at: which tile.
       products: Z, in float32.
-      dp: the gradient of P.
+      dp: the gradient of P without dropout.
       numbers: delta and `statistics` of each query, as large as the tile.
       with_weights: whether P is wanted.
     """
@@ -85,10 +87,18 @@ def gradients(
         # A hidden score, not a hidden weight: a row that is NaN stays so.
         x = jnp.where(visible, x, s.fill)
     weights = jnp.exp2((x - known[0]) * LOG2_E - known[1] if s.is_exact else x - known[0])
+    kept = None if at.kept is None else at.kept(at.first_row, at.first_column, x.shape, functools.partial(_keep, p, at))
+    if kept is not None and s.keep is not None:
+        dp = jnp.where(kept, dp * s.keep.factor, 0.0)
     dx = weights * (dp - delta)
     if visible is not None and s.has_arrays:
         dx = jnp.where(visible, dx, 0.0)
+    weights = weights if kept is None else jnp.where(kept, weights, 0.0)
     return weights, dx, dx if slope is None else dx * slope
+
+
+def _keep(p: Problem, at: Tile) -> Any:
+    return sides.tile(at.smem, "keep", at.slot, at.wg, p.simulated)
 
 
 def _visible(p: Problem, at: Tile, shape: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import gradient_tile, scores, sides
+from pallas_kernels.attention import dropout, gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 
@@ -84,7 +84,9 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
     def one_head(member: Any, carry: Any) -> Any:
         before = member * found.visited - found.first
-        beside = sides.of_rows(p.turned, extra, batch, head * p.group + member, here, p.simulated)
+        of_q = head * p.group + member
+        kept = dropout.reader(p.turned.keep, extra, (batch, of_q), (p.queries, p.keys), turned=True)
+        beside = sides.of_rows(p.turned, extra, batch, of_q, here, p.simulated), kept
         step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, beside, smem)
         row_sums = [jnp.zeros((ROWS,), jnp.float32)] * len(dbias)
         dk_sum, dv_sum, *row_sums = scores.sweep(found, band, False, step, (*carry, *row_sums))
@@ -99,7 +101,7 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     carry = zeros, zeros
     dk_sum, dv_sum = one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
     keys[...] = (dk_sum * p.scale).astype(p.dtype)
-    values[...] = dv_sum.astype(p.dtype)
+    values[...] = (dv_sum if p.turned.keep is None else dv_sum * p.turned.keep.factor).astype(p.dtype)
     gpu.commit_smem()
     gpu.copy_smem_to_gmem(keys, at(dk, p.layouts[1], batch, head, here))
     gpu.copy_smem_to_gmem(values, at(dv, p.layouts[2], batch, head, here))
@@ -119,7 +121,7 @@ def _step(
     gpu.barrier_wait(smem["loaded"].at[slot])
     products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
     wg, numbers = jax.lax.axis_index("wg"), [smem["numbers"][slot, i] for i in range(p.numbers)]
-    tile = Tile(p.turned, beside, smem, slot, wg, masked, p.band.turned, first_row, block * width, None)
+    tile = Tile(p.turned, beside[0], smem, slot, wg, masked, p.band.turned, first_row, block * width, None, beside[1])
     weights, dx, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 1), True)
     dz = dz.astype(p.dtype)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again

@@ -31,7 +31,7 @@ def merged(p: Problem, sums: Any, m: Any, weights: Any) -> list[Any]:
 
 def is_one_query(q: Any, k: Any, layouts: Sequence[str], lower: Any, upper: Any, arrays: Arrays) -> bool:
     """Whether there is one query, whose heads share keys and see the same of them."""
-    if q.ndim != 4 or k.ndim != 4 or len(layouts) != 4 or arrays.mask is not None or arrays.bias is not None:
+    if q.ndim != 4 or k.ndim != 4 or len(layouts) != 4 or arrays.has_tiles:
         return False
     (queries, heads), (keys, kv_heads) = (
         (x.shape[layout.index("s")], x.shape[layout.index("h")]) for x, layout in zip((q, k), layouts, strict=False)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import scores, sides
+from pallas_kernels.attention import dropout, scores, sides
 from pallas_kernels.attention.config import QUERY_ROWS
 from pallas_kernels.attention.gradient_problem import at
 from pallas_kernels.attention.problem import Problem
@@ -96,7 +96,8 @@ def compute(p: Problem, place: Any, q: Any, out: Any, statistics: Any, extra: An
     gpu.copy_gmem_to_smem(at(q, p.layouts[0], batch, head, here), smem["rows"].at[wg], loaded)
     mine = sides.of_rows(p.sides, extra, batch, head, here, p.simulated)
     gpu.barrier_wait(loaded)
-    found, step = visited(p, place), functools.partial(_step, p, first_row, mine, smem)
+    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
+    found, step = visited(p, place), functools.partial(_step, p, first_row, mine, kept, smem)
 
     def visible(carry: Any) -> Any:
         def one(masked: bool, block: Any, carry: Any) -> Any:
@@ -154,6 +155,8 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
     gpu = _mosaic.mosaic().gpu
     batch, head, _, split = place
     total, power, weight = carry
+    if p.sides.keep is not None:
+        total = total * p.sides.keep.factor
     if p.config.splits > 1:
         found, result = smem["sums_smem"].at[wg], out.at[batch * p.config.splits + split, head, here]
         found[...] = total
@@ -174,7 +177,9 @@ def _write(p: Problem, place: Any, wg: Any, here: Any, carry: Any, out: Any, sta
 # -- one block ---------------------------------------------------------------------------------------------------------
 
 
-def _step(p: Problem, first_row: Any, mine: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any) -> Any:
+def _step(
+    p: Problem, first_row: Any, mine: Any, kept: Any, smem: Any, masked: bool, step: Any, block: Any, carry: Any
+) -> Any:
     """One block of keys: ``(sum of e V, power, sum of e)`` with it.
 
     ``e = exp(X) / 2^power``, at most 1; where scores are kept as they are, power is the largest of them instead, and
@@ -194,14 +199,25 @@ def _step(p: Problem, first_row: Any, mine: Any, smem: Any, masked: bool, step: 
     gpu.barrier_wait(smem["k_loaded"].at[slot])
     x = pl.run_scoped(products, gpu.ACC((QUERY_ROWS, c.block_k), jnp.float32))
     x = _seen_scores(p, x, first_row, mine, smem, slot, masked, block)
-    if p.sides.has_arrays:
-        gpu.commit_smem()  # read, before TMA writes there again
-    gpu.barrier_arrive(smem["k_used"].at[slot])
+
+    def release() -> None:
+        if p.sides.copies(1):
+            gpu.commit_smem()  # read, before TMA writes there again
+        gpu.barrier_arrive(smem["k_used"].at[slot])
+
+    reads_late = p.sides.keep is not None and p.sides.keep.is_read
+    if not reads_late:
+        release()
     power, correction, e = _exponentials(p, x, old)
     weight = weight * correction + jnp.sum(e, axis=1)
     total = total * jax.lax.broadcast_in_dim(correction, total.shape, (0,))
     e = e.astype(p.dtype)
     total, power, weight, e = jax.lax.optimization_barrier((total, power, weight, e))
+    if kept is not None:
+        tile = functools.partial(sides.tile, smem, "keep", slot, wg, p.simulated)
+        e = jnp.where(kept(first_row, block * c.block_k, e.shape, tile), e, jnp.zeros((), p.dtype))
+    if reads_late:
+        release()
     if c.ping_pong:
         gpu.barrier_wait(smem["turn"].at[wg])
     gpu.barrier_wait(smem["v_loaded"].at[slot])

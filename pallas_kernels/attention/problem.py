@@ -67,19 +67,19 @@ class Problem:
 
 def problem(
     q: Any, k: Any, v: Any, *, scale: float, lower: int | None, upper: int | None, softcap: float | None,
-    arrays: Arrays, bias_factor: float, fill: float, layouts: Any, with_statistics: bool, config: ForwardConfig | None,
-    simulated: bool,
+    arrays: Arrays, bias_factor: float, fill: float, keep_factor: float, layouts: Any, with_statistics: bool,
+    config: ForwardConfig | None, simulated: bool,
 ) -> Problem:  # fmt: skip
     """The problem of these arguments of `forward`. Raises ValueError where they do not fit."""
     depths = f"heads whose length is a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}"
     of = arguments.sizes("forward", q, k, v, layouts, is_head_dim, depths)
     arguments.check_scores("forward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     batch, heads, kv_heads, queries, keys, head_dim = of
-    arguments.check_sides("forward", of, arrays, bias_factor, fill)
-    found = arrays.described(bias_factor, fill)
+    arguments.check_sides("forward", of, arrays, bias_factor, fill, keep_factor)
+    found = arrays.described(bias_factor, fill, keep_factor)
     ctas = batch * heads * -(-queries // QUERY_ROWS)
     config = config or default_forward(
-        head_dim, found.per_score, found.per_column, ctas, queries, keys, _mosaic.sm_count()
+        head_dim, found.per_score, found.per_column, ctas, queries, keys, _mosaic.sm_count(), found.keep is not None
     )
     return Problem(
         batch, heads, kv_heads, queries, keys, head_dim, jnp.dtype(q.dtype), tuple(layouts), float(scale), lower,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import gradient_tile, scores, sides
+from pallas_kernels.attention import dropout, gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 
@@ -78,6 +78,8 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     gpu.barrier_wait(barrier)
     delta = jnp.sum(mine["out_smem"][...].astype(jnp.float32) * mine["dout_smem"][...].astype(jnp.float32), axis=1)
     found_numbers = [delta, *gradient_tile.statistics(p, numbers[0, wg], numbers[1, wg])]
+    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
+    beside = beside, kept
     step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, found.first, found_numbers, mine, beside, smem)
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
     dq_sum = scores.sweep(found, p.band, bool(p.keys % p.config.block_k), step, zeros)
@@ -109,10 +111,10 @@ def _step(
         (mine["q_smem"], _compat.transposed(keys)), (mine["dout_smem"], _compat.transposed(values))
     )
     wg, tail = jax.lax.axis_index("wg"), p.keys if p.keys % width else None
-    tile = Tile(p.sides, beside, smem, slot, wg, masked, p.band, first_row, block * width, tail)
+    tile = Tile(p.sides, beside[0], smem, slot, wg, masked, p.band, first_row, block * width, tail, beside[1])
     _, _, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 0), False)
     dz = dz.astype(p.dtype)
-    if p.sides.has_arrays:
+    if p.sides.copies(1):
         gpu.commit_smem()  # read, before TMA writes there again
     pipeline.refill(step)
     staging = smem["staging"].at[wg] if p.simulated else None

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.dropout import Bernoulli
+
 
 def forward(
     q: jax.Array,
@@ -25,6 +27,8 @@ def forward(
     bias_factor: float = 1.0,
     key_bias: Any = None,
     fill: float = -math.inf,
+    keep: Any = None,
+    keep_factor: float = 1.0,
     layouts: tuple[str, ...] = ("bshd",) * 4,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -43,8 +47,17 @@ def forward(
     e = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
     total = jnp.sum(e, -1)
     p = e / total[..., None]
+    if keep is not None:
+        p = p * (kept(keep) * jnp.asarray(keep_factor, dtype))
     out = jnp.einsum("bhst,bhtd->bhsd", p, jnp.repeat(v, group, 1), precision="highest")
     return _by_heads(out, layouts[3]), m, total
+
+
+def kept(keep: Any) -> jax.Array:
+    """Which weights dropout keeps: an array, or a `Bernoulli` as jax draws it."""
+    if not isinstance(keep, Bernoulli):
+        return keep
+    return jax.random.bernoulli(jax.random.wrap_key_data(keep.words), jnp.float32(keep.probability), keep.shape)
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""Arrays beside the scores: segment ids and masks of keys, read as vectors; masks and biases, read by tiles.
+"""Arrays beside the scores: segment ids and masks of keys, read as vectors; masks, biases and dropout, by tiles.
 
 A segment id is a number of each query and each key; a key is seen where both are the same. Padding of keys is the case
 where all queries have the id 0. None of it needs an array of queries x keys. What is such an array is read by tiles of
@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
+from pallas_kernels.attention import dropout
 from pallas_kernels.attention.config import QUERY_ROWS
+from pallas_kernels.attention.dropout import Bernoulli, Keep
 
 #: Rows of an atom of shared memory; TMA tiles arrays by atoms, so that lengths are padded to whole ones.
 ATOM_ROWS = 8
@@ -43,6 +45,7 @@ class Sides:
       row_bias: None, or ``(B or 1, H or 1)``: the same for all columns.
       column_bias: None, or ``(B or 1, H or 1)``: the same for all rows.
       fill: what a hidden score is.
+      keep: dropout of the weights, which the scores know nothing of.
     """
 
     segments: tuple[tuple[Shared | None, Shared | None], ...] = ()
@@ -53,6 +56,7 @@ class Sides:
     row_bias: Shared | None = None
     column_bias: Shared | None = None
     fill: float = -math.inf
+    keep: Keep | None = None
 
     @property
     def rows(self) -> dict[str, Shared]:
@@ -68,10 +72,12 @@ class Sides:
     @property
     def tiles(self) -> dict[str, Shared]:
         """What there is of each score."""
-        return _there({"mask": self.mask, "bias": self.bias})
+        keep = self.keep.shape if self.keep is not None and self.keep.is_read else None
+        return _there({"mask": self.mask, "bias": self.bias, "keep": keep})
 
     @property
     def has_arrays(self) -> bool:
+        """Whether there are any of the scores."""
         return bool(self.segments) or self.mask is not None or self.has_bias
 
     @property
@@ -86,7 +92,7 @@ class Sides:
     @property
     def per_score(self) -> int:
         """Bytes read for each score."""
-        return (self.mask is not None) + (0 if self.bias is None else jnp.dtype(self.bias_dtype).itemsize)
+        return sum(1 if name != "bias" else jnp.dtype(self.bias_dtype).itemsize for name in self.tiles)
 
     @property
     def per_column(self) -> int:
@@ -113,8 +119,14 @@ class Arrays:
     mask: Any = None
     bias: Any = None
     key_bias: Any = None
+    keep: Any = None
 
-    def described(self, bias_factor: float, fill: float, turned: bool = False) -> Sides:
+    @property
+    def has_tiles(self) -> bool:
+        """Whether some are of each score."""
+        return any(x is not None for x in (self.mask, self.bias, self.keep))
+
+    def described(self, bias_factor: float, fill: float, keep_factor: float, turned: bool = False) -> Sides:
         """`turned`: for tiles whose rows are keys."""
 
         def shape(x: Any) -> Any:
@@ -130,6 +142,7 @@ class Arrays:
             shape(self.key_bias) if turned else None,
             None if turned else shape(self.key_bias),
             float(fill),
+            dropout.described(self.keep, keep_factor),
         )
 
     def prepared(self, rows: int, columns: int, turned: bool = False) -> list[Any]:
@@ -138,11 +151,14 @@ class Arrays:
         of_rows, of_columns = ([pair[i].astype(jnp.int32) for pair in pairs if pair[i] is not None] for i in (0, 1))
         if self.key_bias is not None:
             (of_rows if turned else of_columns).append(self.key_bias.astype(jnp.float32))
-        tiles = [x for x in (None if self.mask is None else self.mask.astype(jnp.int8), self.bias) if x is not None]
+        is_drawn = isinstance(self.keep, Bernoulli)
+        mask, keep = (None if x is None else x.astype(jnp.int8) for x in (self.mask, None if is_drawn else self.keep))
+        tiles = [x for x in (mask, self.bias, keep) if x is not None]
         return [
             *(_longer(x, 2, rows) for x in of_rows),
             *(_longer(x, 2, columns) for x in of_columns),
             *(_whole_atoms(x.swapaxes(2, 3) if turned else x) for x in tiles),
+            *([self.keep.words] if is_drawn else []),
         ]
 
 
@@ -160,7 +176,8 @@ def _longer(x: Any, dim: int, length: int) -> Any:
 
 def named(sides: Sides, refs: Sequence[Any]) -> dict[str, Any]:
     """The kernel's references by name, in the order of `prepared`."""
-    return dict(zip((*sides.rows, *sides.columns, *sides.tiles), refs, strict=True))
+    words = ["words"] if sides.keep is not None and not sides.keep.is_read else []
+    return dict(zip((*sides.rows, *sides.columns, *sides.tiles, *words), refs, strict=True))
 
 
 def allocations(sides: Sides, stages: int, warpgroups: int, width: int, refs: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +225,7 @@ def of_rows(sides: Sides, refs: Mapping[str, Any], batch: Any, head: Any, rows: 
 def biased(sides: Sides, mine: Mapping[str, Any], scores: Any, smem: Any, slot: Any, wg: Any, simulated: bool) -> Any:
     """Scores with what is added to them. `mine`: `of_rows`, and the tile of the bias where it is at hand."""
     if sides.bias is not None:
-        bias = mine["bias"] if "bias" in mine else _tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
+        bias = mine["bias"] if "bias" in mine else tile(smem, "bias", slot, wg, simulated).astype(jnp.float32)
         scores = scores + (bias if sides.bias_factor == 1.0 else bias * sides.bias_factor)
     if sides.row_bias is not None:
         scores = scores + jax.lax.broadcast_in_dim(mine["row_bias"], scores.shape, (0,))
@@ -227,9 +244,10 @@ def seen(
         column = 0 if of_column is None else jax.lax.broadcast_in_dim(smem[f"column_ids_{i}_smem"][slot], shape, (1,))
         conditions.append(column == row)
     if sides.mask is not None:
-        conditions.append(_tile(smem, "mask", slot, wg, simulated) != 0)
+        conditions.append(tile(smem, "mask", slot, wg, simulated) != 0)
     return conditions
 
 
-def _tile(smem: Any, name: str, slot: Any, wg: Any, simulated: bool) -> Any:
+def tile(smem: Any, name: str, slot: Any, wg: Any, simulated: bool) -> Any:
+    """What there is of each score of a block, in registers as the scores are."""
     return _compat.load(smem[f"{name}_smem"].at[slot, wg], _mosaic.mosaic().gpu.Layout.WGMMA, simulated)

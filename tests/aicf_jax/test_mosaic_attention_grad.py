@@ -26,6 +26,7 @@ def plain_backward(q, k, v, out, m, l, dout, *, wanted=(), **equation):
     layouts = equation.pop("layouts")
     given = {name: equation.pop(name, None) for name in ("bias", "key_bias")}
     factor, fill = equation.pop("bias_factor", 1.0), equation.pop("fill", -jnp.inf)
+    dropped = reference.kept(equation["keep"]) * equation["keep_factor"] if "keep" in equation else 1.0
     q32, k32, v32, out, dout = (
         x.astype(jnp.float32) if layout == "bhsd" else x.astype(jnp.float32).swapaxes(1, 2)
         for x, layout in zip((q, k, v, out, dout), (*layouts, layouts[3]), strict=True)
@@ -46,10 +47,10 @@ def plain_backward(q, k, v, out, m, l, dout, *, wanted=(), **equation):
     p = jnp.exp(x - m[..., None]) / l[..., None]
     delta = jnp.sum(out * dout, -1, keepdims=True)
     dp, pull_v = jax.vjp(lambda v32: jnp.einsum("bhsd,bhtd->bhst", dout, jnp.repeat(v32, group, 1)), v32)
-    dq, dk, *biases = pull(p * (dp - delta))
+    dq, dk, *biases = pull(p * (dp * dropped - delta))
     found = tuple(
         (x if layout == "bhsd" else x.swapaxes(1, 2)).astype(q.dtype)
-        for x, layout in zip((dq, dk, *pull_v(p)), layouts, strict=False)
+        for x, layout in zip((dq, dk, *pull_v(p * dropped)), layouts, strict=False)
     )
     by_name = dict(zip(given, biases, strict=True))
     return *found, *(by_name[name] for name in wanted)

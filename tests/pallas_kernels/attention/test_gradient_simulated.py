@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import _compat, _mosaic
 from pallas_kernels.attention import backward, reference
+from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.gradient_cases import QUICK, SLOW, SMALL
 
 #: float32's unit roundoff.
@@ -46,14 +47,16 @@ def bounds(case, q, k, v, dout, beside):
     x = np.where(visible, sum(biases, x), case.fill)
     p = np.exp(x - x.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)
-    out = p @ v
-    dp, delta = dout @ v.swapaxes(-1, -2), (dout * out).sum(-1, keepdims=True)
-    # Scores are sums of D products and scaled; the logarithm they are compared with is as large as they are.
-    dx = U32 * ((d + 16) * case.scale * norms(q) * norms(k) + 8 * sum(np.abs(b).max() for b in biases))
+    f = 1.0 if beside["keep"] is None else np.asarray(reference.kept(beside["keep"])) * case.equation()["keep_factor"]
+    out = (p * f) @ v
+    dp, delta = f * (dout @ v.swapaxes(-1, -2)), (dout * out).sum(-1, keepdims=True)
+    # Scores are sums of D products and scaled; the logarithm they are compared with is as large as they are. Beside
+    # what is as low as a fill they are lost, here and in float64.
+    dx = U32 * ((d + 16) * case.scale * norms(q) * norms(k) + 8 * sum(np.abs(b[b > -1e30]).max() for b in biases))
     e = 2 * dx + (case.keys + 16) * U32
     # O is rounded before delta is summed; P and the gradient of scores before products.
     d_delta = (u + d * U32) * (np.abs(dout) * np.abs(out)).sum(-1, keepdims=True)
-    d_dp = d * U32 * np.abs(dout) @ np.abs(v).swapaxes(-1, -2)
+    d_dp = f * (d + 2) * U32 * (np.abs(dout) @ np.abs(v).swapaxes(-1, -2))
     slope = 1.0 if case.softcap is None else 1 - np.tanh(z / case.softcap) ** 2
     d_slope = 0.0 if case.softcap is None else 8 * U32 + 4 * dx / case.softcap
     gradient = p * (dp - delta)
@@ -68,7 +71,7 @@ def bounds(case, q, k, v, dout, beside):
     lost = least * np.abs(dp - delta)
     d_dz, d_p, d_gradient = d_dz + lost, d_p + least, d_gradient + lost
     dq, dk = d_dz @ np.abs(k) * case.scale, d_dz.swapaxes(-1, -2) @ np.abs(q) * case.scale
-    return dq, summed(case, dk), summed(case, d_p.swapaxes(-1, -2) @ np.abs(dout)), d_gradient, u, tiny
+    return dq, summed(case, dk), summed(case, (d_p * f).swapaxes(-1, -2) @ np.abs(dout)), d_gradient, u, tiny
 
 
 def norms(x):
@@ -80,13 +83,9 @@ def summed(case, x):
     return x.reshape(b, case.kv_heads, -1, t, d).sum(2)
 
 
-def given(case):
-    """``(arrays in float64, arguments of the kernel, arrays beside the scores)``.
-
-    Statistics and O are as a perfect forward leaves them.
-    """
+def given(case, beside):
+    """``(arrays in float64, arguments of the kernel)``: statistics and O as a perfect forward leaves them."""
     q, k, v = case.arrays(jax.random.key(0))
-    beside = case.beside(jax.random.key(2))
     like = jax.random.normal(jax.random.key(1), (case.batch, case.queries, case.heads, case.head_dim))
     dout = by_heads(like, "bshd" if case.layouts[3] == "bhsd" else "bhsd").astype(case.dtype)
     exact = tuple(exactly(x) for x in (q, k, v, dout))
@@ -94,7 +93,7 @@ def given(case):
         found = reference.forward(*exact[:3], **beside, **case.equation(), dtype=jnp.float64)
         out, m, total = map(np.asarray, found)
     out = jnp.asarray(out.astype(np.float32)).astype(case.dtype)
-    return exact, (q, k, v, out, *(jnp.asarray(x, jnp.float32) for x in (m, total)), dout), beside
+    return exact, (q, k, v, out, *(jnp.asarray(x, jnp.float32) for x in (m, total)), dout)
 
 
 def simulated(case, args, beside):
@@ -105,9 +104,20 @@ def simulated(case, args, beside):
 
 @pytest.mark.parametrize("case", CASES)
 def test_backward(case):
+    agrees(case, case.beside(jax.random.key(2)))
+
+
+@pytest.mark.slow
+def test_a_row_that_sees_only_what_a_bias_makes_as_low_as_the_fill():
+    case = Case(1, 72, 200, upper=20, key_bias=True, fill=float(jnp.finfo(jnp.float32).min))
+    beside = case.beside(jax.random.key(2))
+    agrees(case, {**beside, "key_bias": beside["key_bias"].at[..., :40].set(case.fill)})
+
+
+def agrees(case, beside):
     if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
         pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
-    exact, args, beside = given(case)
+    exact, args = given(case, beside)
     found = simulated(case, args, beside)
     assert not _mosaic.races_found()
     with jax.enable_x64(True):
@@ -136,10 +146,27 @@ def test_a_row_that_is_nan_is_so_in_all_gradients_it_enters():
     if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
         pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
     case = QUICK["ragged, causal to the last key, shared heads"]
-    _, (q, k, v, out, m, total, dout), beside = given(case)
+    beside = case.beside(jax.random.key(2))
+    _, (q, k, v, out, m, total, dout) = given(case, beside)
     dq, dk, dv = simulated(case, (q, k, v, out, m, total.at[0, 0, 3].set(jnp.nan), dout), beside)
     rows = np.isnan(exactly(dq)).all(-1)
     assert rows[0, 3, 0] and rows.sum() == 1
     # The keys of the first CTA, which visits the query; no query that the second one visits is NaN.
     for x in (dk, dv):
         assert np.isnan(exactly(x[:, :128])).all() and not np.isnan(exactly(x[:, 128:])).any()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_that_sees_nothing_without_a_fill_is_nan_where_it_is_so_unfused():
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    case = Case(1, 72, 136, segments=True, blind=True)
+    beside = case.beside(jax.random.key(2))
+    exact, args = given(case, beside)
+    found = [np.isnan(exactly(x)) for x in simulated(case, args, beside)]
+    with jax.enable_x64(True):
+        wanted = reference.backward(*exact, **beside, **case.equation(), dtype=jnp.float64)[:3]
+        wanted = [np.isnan(np.asarray(x)) for x in wanted]
+    assert [x.any() for x in wanted] == [False, False, True]
+    assert all(np.array_equal(x, want) for x, want in zip(found, wanted, strict=True))
