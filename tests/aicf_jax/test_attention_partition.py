@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from aicf_jax.kernels import _attention, mosaic_attention, mosaic_attention_grad
 from pallas_kernels import attention
 from tests.aicf_jax import test_mosaic_attention as forward_tests
+from tests.aicf_jax import test_mosaic_attention_dropout as dropout_tests
 from tests.aicf_jax import test_mosaic_attention_grad as gradient_tests
 from tests.aicf_jax.partition_support import BACKWARD_BITS, FORWARD_BITS, compare, on_mesh, rounded, stand_in
 
@@ -80,10 +81,10 @@ LAYOUTS = {
     ),
     "parts of heads": (flat, (B, S, H * D), (B, S, 2 * D), {"model": 8}, HEADS, HEADS, None),
 }  # fmt: skip
-QUICK = ("more parts than heads of K",)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_each_device_runs_the_kernel_on_its_part(name):
     f, shape, shared, axes, of_q, of_k, sent = LAYOUTS[name]
     args = forward_tests.normal(shape, shared, shared)
@@ -133,6 +134,19 @@ def test_arrays_beside_the_scores_are_split_along_their_own_dimensions(name):
     split = on_mesh(args, {"data": 2, "model": 2}, of_qkv + of_beside)
     found, plain = compare(f, KERNELS, args, split)
     assert sorted(set(found)) == sorted(set(plain)) and len(found) <= len(plain)
+
+
+DROPOUT = ("causal, factor behind", "in another order", "linen, the same for all heads", "an array")
+
+
+@pytest.mark.parametrize("name", [DROPOUT[0], *(pytest.param(n, marks=pytest.mark.slow) for n in DROPOUT[1:])])
+def test_parts_drop_what_the_whole_drops(name):
+    """Which a kernel on one device draws by the place in the whole array."""
+    f, beside, *_ = dropout_tests.SPELLINGS[name]
+    args = [*forward_tests.normal(*[dropout_tests.SHAPE] * 3), beside]
+    split = on_mesh(args, {"data": 2, "model": 2}, [*[P("data", None, "model")] * 3, P()])
+    found, _ = compare(f, KERNELS, args, split)
+    assert found == []
 
 
 @pytest.mark.slow
