@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from aicf_jax.kernels._gemm_epilogue import NARROW
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients, numbers
 from aicf_jax.ops import FusedOp, nbytes
@@ -48,5 +48,6 @@ KERNEL = Kernel(
     cost_bytes=_bytes,
     save=_save,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients
 from aicf_jax.ops import FusedOp
@@ -33,5 +33,6 @@ KERNEL = Kernel(
     _run,
     cost_bytes=_bytes,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

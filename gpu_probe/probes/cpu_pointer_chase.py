@@ -22,8 +22,8 @@ from gpu_probe.statistics import summarize
 
 #: Bytes between pointers: a line of every usual CPU is no longer. One pointer a line.
 LINE = 64
-#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window: where there are no
-#: large pages, those of one window fit into the first table of address translations, whose misses would hide the caches.
+#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window: where pages are not
+#: large, those of one window fit into the first table of address translations, whose misses would hide the caches.
 WINDOW = 4096
 #: Loads that are timed. The walk goes on where the last one ended: over a cycle, so it comes to every line.
 LOADS = 1 << 15
