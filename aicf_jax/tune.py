@@ -137,7 +137,7 @@ def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
         for k in op.context.kernels
         if k.op == op.semantic.name
         and platform in k.platforms
-        and refusal_of(k, op, op.pattern, requirements) is None
+        and refusal_of(k, op, op.pattern, requirements, platform) is None
         and trial(k, op, op.pattern) is None
     ]
 

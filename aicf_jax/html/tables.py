@@ -80,7 +80,7 @@ def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[Cell]], empty
 
 
 def _operation(f: Fusion) -> Markup:
-    return tag("div", f.op, tag("div", f.result, class_="note"), _attributes(f), _backward(f))
+    return tag("div", f.op, tag("div", f.result, class_="note"), _attributes(f), _backward(f), _estimate(f))
 
 
 def _numbers(numbers: Sequence[int]) -> Markup:
@@ -109,6 +109,14 @@ def _backward(f: Fusion) -> Markup | None:
         return None
     lines = plural(len(f.backward.splitlines()), "line")
     return tag("details", tag("summary", f"backward ({lines})"), tag("pre", f.backward))
+
+
+def _estimate(f: Fusion) -> Markup | None:
+    """What the property map of the policy tells, where there is one: the sum, its parts behind a click."""
+    if not f.hardware:
+        return None
+    total, *parts = f.hardware.splitlines()
+    return tag("details", tag("summary", f"on {total}"), tag("pre", "\n".join(parts)))
 
 
 def _bars(before: int, after: int, most: int, text: Callable[[int], Any]) -> Markup:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from aicf_jax.kernels._gemm_epilogue import NARROW
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients, numbers
 from aicf_jax.ops import FusedOp, nbytes
@@ -61,5 +61,6 @@ KERNEL = Kernel(
     save=_save,
     partition=_partition,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from aicf_jax.kernels._hopper import TARGETS
+from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel
 from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients
 from aicf_jax.ops import FusedOp
@@ -40,5 +40,6 @@ KERNEL = Kernel(
     cost_bytes=_bytes,
     partition=_partition,
     targets=TARGETS,
+    needs=needs,
     opaque=True,
 )

@@ -56,6 +56,10 @@ def _derived(op: FusedOp, f: Any, name: str, names: Sequence[str], results: Sequ
     return from_graph(mcir.trace(f, *map(_compat.plain_aval, op.in_avals)), name, names, results)
 
 
+#: What tiles may take beyond a small cache.
+_OVERFLOW_BYTES = 2**24
+
+
 @memo(1)
 def host() -> Hardware:
     """The machine this process runs on, as its loops of XLA kernels find it.
@@ -84,15 +88,19 @@ def _described(properties: PropertyMap) -> Hardware:
 def scheduled(program: mcir.Program, machine: Hardware) -> mcir.Program:
     """Tiles for a machine. Batch axes stay whole: their arrays may be sharded along them.
 
-    Where not even the smallest tiles fit in the cache, for very many heads, they are taken all the same: what matters
-    then is that nothing grows with the square of the length.
+    All tiles together should take half of the cache; rows that fill all cores are worth the rest of it, and, like tiles
+    whose products run on all cores at all, more than it has: to pass them through memory takes less time than one core
+    takes for the products, as long as they are no more than `_OVERFLOW_BYTES`. Where not even the smallest tiles fit in
+    that, for very many heads, they are taken all the same: what matters then is that nothing grows with the square of
+    the length.
     """
     whole = batch_axes(program)
-    least, rows = machine.smallest, machine.smallest_rows
-    # All tiles together should take half of what they may; rows that fill all cores are worth the rest of it.
-    choices = ((least, rows, 2), (least, rows, 1), (least, 0, 1), (128, 0, 1), (64, 0, 1), (16, 0, 1))
-    for smallest, smallest_rows, part in choices:
-        limits = {"smallest": smallest, "smallest_rows": smallest_rows, "cache_bytes": machine.cache_bytes // part}
+    least, rows, cache = machine.smallest, machine.smallest_rows, machine.cache_bytes
+    beyond = max(cache, _OVERFLOW_BYTES)
+    choices = [(least, rows, size) for size in (cache // 2, cache, beyond // 2, beyond)]
+    choices += [(smallest, 0, size) for smallest in (least, 128, 64, 16) for size in (cache, beyond)]
+    for smallest, smallest_rows, size in dict.fromkeys(choices):
+        limits = {"smallest": smallest, "smallest_rows": smallest_rows, "cache_bytes": size}
         try:
             return schedule(program, dataclasses.replace(machine, **limits), whole)
         except ScheduleError:

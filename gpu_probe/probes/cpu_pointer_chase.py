@@ -14,6 +14,7 @@ from jax import lax
 
 from gpu_probe.devices.cpu import clock_hz
 from gpu_probe.probe import Probe, Target
+from gpu_probe.probes._pages import in_large_pages
 from gpu_probe.property_map import Property
 from gpu_probe.samples import Point, Reading, Samples
 from gpu_probe.staircase import levels
@@ -21,11 +22,14 @@ from gpu_probe.statistics import summarize
 
 #: Bytes between pointers: a line of every usual CPU is no longer. One pointer a line.
 LINE = 64
-#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window: the pages of one
-#: fit into the first table of address translations, whose misses would hide the caches.
+#: Lines of 64 pages of 4 KiB. The walk is random inside of such a window and from window to window: where pages are not
+#: large, those of one window fit into the first table of address translations, whose misses would hide the caches.
 WINDOW = 4096
 #: Loads that are timed. The walk goes on where the last one ended: over a cycle, so it comes to every line.
 LOADS = 1 << 15
+#: Walks through all before one is timed, at least: a cache that others share, or that takes what a smaller one drops,
+#: keeps a line only after it has come by some times. And at least so many loads.
+ROUNDS, WARM_LOADS = 3, 1 << 17
 
 
 def cycle(lines: int, seed: int, window: int = WINDOW) -> np.ndarray:
@@ -55,7 +59,7 @@ class Chase:
     def execute(self) -> Reading:
         """Walks the whole cycle, to have in the caches what stays there, then on with the clock."""
         lines = self.table.size * 4 // LINE
-        for _ in range(max(1, lines // LOADS)):
+        for _ in range(-(-max(ROUNDS * lines, WARM_LOADS) // LOADS)):
             self._walk()
         started = time.perf_counter_ns()
         self._walk()
@@ -71,7 +75,7 @@ def generate(point: Point, target: Target) -> Chase:
     lines = int(point["bytes"]) // LINE
     table = np.zeros(lines * words, np.int32)
     table[::words] = cycle(lines, seed=lines) * words
-    args = (jnp.asarray(table), jnp.int32(0))
+    args = (in_large_pages(table), jnp.int32(0))
     traced = jax.jit(chase).trace(*args)
     return Chase(traced.lower().compile(), *args, str(traced.jaxpr))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import aicf_jax
+import mcir
 from aicf_jax import Policy, hardware
 from aicf_jax.hardware import Need
 from gpu_probe import Property, PropertyMap
@@ -31,8 +32,8 @@ def attention(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def shapes(length):
-    return [jax.ShapeDtypeStruct((1, length, 8, 64), "float32")] * 3
+def shapes(length, heads=8):
+    return [jax.ShapeDtypeStruct((1, length, heads, 64), "float32")] * 3
 
 
 def dense(x, w, b):
@@ -68,15 +69,22 @@ class TestPolicy:
 
 class TestTiles:
     def test_follow_the_measured_cache(self):
-        import mcir
-
         found = {
             size: mcir.parse(fusion(attention, shapes(2048), target="cpu", hardware=of(l3__size=(size, "MiB"))).program)
             for size in (2, 64)
         }
         blocks = {size: {a.name: a.block for a in program.axes} for size, program in found.items()}
         assert blocks[2]["i"] * blocks[2]["j"] < blocks[64]["i"] * blocks[64]["j"]
-        assert found[2].peak_bytes() <= 2 * 2**20
+        assert found[64].peak_bytes() <= 64 * 2**20
+
+    def test_a_small_cache_does_not_put_products_on_one_core(self):
+        """Tiles of products that all cores share overflow it, up to 16 MiB; beyond that they get smaller."""
+        few, many = (
+            mcir.parse(fusion(attention, shapes(2048, heads), target="cpu", hardware=of(l3__size=(1, "MiB"))).program)
+            for heads in (8, 64)
+        )
+        assert few.axis("i").block == 512 and few.axis("j").block >= 256
+        assert 2**20 < few.peak_bytes() <= 2**24 and many.peak_bytes() <= 2**24
 
     @pytest.mark.slow
     def test_without_a_map_are_those_of_the_host(self):

@@ -10,8 +10,10 @@ import pytest
 
 import aicf_jax
 from aicf_jax import Kernel, Policy, tuning
+from aicf_jax.hardware import Need
 from aicf_jax.kernels import XLA
 from aicf_jax.primitives import fused_p
+from gpu_probe import Property, PropertyMap
 from tests.support import EVERY_GEMM_EPILOGUE
 
 X, W, B = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(6)
@@ -130,6 +132,19 @@ def test_a_kernel_that_cannot_be_traced_is_not_measured(tmp_path):
     broken = Kernel("other", "gemm_epilogue", ("cpu",), EVERY_GEMM_EPILOGUE, fails)
     tuned = aicf_jax.tune(dense, X, W, B, path=tmp_path / "t.json", kernels=(MINE, broken), budget_s=0.0)
     assert [set(found) for found in tuned.seconds.values()] == [{"xla", "mine"}]
+
+
+def test_a_kernel_whose_needs_this_machine_does_not_meet_is_not_measured(tmp_path):
+    greedy = Kernel(
+        "greedy", "gemm_epilogue", ("cpu",), EVERY_GEMM_EPILOGUE, run, needs=lambda op: [Need("l3.size", 2**40, "B")]
+    )
+    here = PropertyMap({"kind": "cpu", "name": "here"}, {"l3.size": Property(2**25, "B", "datasheet", "by hand")})
+    for found, measured in ((None, {"xla", "mine", "greedy"}), (here, {"xla", "mine"})):
+        tuned = aicf_jax.tune(
+            *(dense, X, W, B), path=tmp_path / "t.json", kernels=(MINE, greedy), budget_s=0.0,
+            policy=Policy(hardware=found),
+        )  # fmt: skip
+        assert [set(kernels) for kernels in tuned.seconds.values()] == [measured]
 
 
 def test_a_measurement_does_not_make_a_kernel_legal(tmp_path):

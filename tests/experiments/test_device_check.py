@@ -345,7 +345,12 @@ def test_every_case_compiles_for_an_h200_without_spills(capsys, tmp_path):
     assert code == 0, text
     entries = json.loads((tmp_path / "compiled-h200.json").read_text())["entries"]
     for name, entry in entries.items():
-        assert entry["kernel"]["count"] <= entry["unfused"]["count"], name
+        if name.startswith("linear_cross_entropy/") and name.endswith("and gradients"):
+            # Three launches for each block of the vocabulary: it is memory that the loss saves.
+            temporaries = [entry[k]["temporaries_bytes"] for k in ("kernel", "unfused")]
+            assert temporaries[0] < temporaries[1] / 2, name
+        else:
+            assert entry["kernel"]["count"] <= entry["unfused"]["count"], name
         if re.match(r"gemm_epilogue/.*\d+x\d+x\d+", name):
             assert any("wgmma" in key for m in entry["kernel"]["mosaic"] for key in m["tensor_core"]), name
 

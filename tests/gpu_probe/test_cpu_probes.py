@@ -1,6 +1,7 @@
 """The CPU's probes as programs: what they compute, and that each runs. No test asserts a time."""
 
 import itertools
+import mmap
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu_probe.devices import connect
-from gpu_probe.probes import cpu_dispatch, cpu_exp, cpu_pointer_chase, cpu_stride, probes
+from gpu_probe.probes import _pages, cpu_dispatch, cpu_exp, cpu_pointer_chase, cpu_stride, probes
 
 
 @pytest.mark.parametrize(("lines", "window"), [(1, 4096), (2, 4096), (64, 16), (100, 16), (5000, 4096)])
@@ -37,6 +38,21 @@ def test_the_compiled_walk_follows_the_pointers(monkeypatch):
     for _ in range(100):
         at = int(table[at])
     assert int(jax.jit(cpu_pointer_chase.chase)(table, jnp.int32(0))) == at
+
+
+@pytest.mark.parametrize("n", [1, 1000, 1 << 19, (1 << 19) + 1])
+def test_a_copy_in_large_pages_is_the_array(n):
+    x = np.arange(n, dtype=np.int32)
+    found = _pages.in_large_pages(x)
+    np.testing.assert_array_equal(found, x)
+    assert isinstance(found, jax.Array) and found.dtype == jnp.int32
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        assert found.unsafe_buffer_pointer() % _pages.LARGE_PAGE == 0
+
+
+def test_without_large_pages_it_is_an_array_too(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    np.testing.assert_array_equal(_pages.in_large_pages(np.arange(5)), np.arange(5))
 
 
 def test_rounds_are_attention(monkeypatch):

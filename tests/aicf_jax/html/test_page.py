@@ -148,6 +148,13 @@ def test_the_backward_is_behind_a_click():
     assert re.search(r"<details><summary>backward \(\d lines\)</summary><pre>.*dZ", page)
 
 
+def test_seconds_by_a_property_map_are_told_where_there_is_one():
+    told = dataclasses.replace(report("mlp").fusions[0], hardware="NVIDIA H200: 2 us -> 1 us\nmemory: 2 us -> 1 us")
+    page = dataclasses.replace(report("mlp"), fusions=(told,)).to_html()
+    assert "<summary>on NVIDIA H200: 2 us -&gt; 1 us</summary><pre>memory: 2 us -&gt; 1 us</pre>" in page
+    assert "<summary>on " not in report("mlp").to_html()
+
+
 def test_equal_fusions_are_one_row():
     rows = re.findall(r"<tr role=\"row\"><th scope=\"row\"", report("long").to_html())
     fusions = {(f.op, f.site, f.result) for f in report("long").fusions}
