@@ -138,8 +138,9 @@ def _axes(
         for name, size, part in zip(names, shape, spec, strict=False):
             over = _flat(part)
             count = math.prod(mesh.shape[a] for a in over)
-            is_free = name is not None and over and name not in found and not used.intersection(over)
-            if is_free and size % count == 0 and count <= partition.most.get(name, count):
+            if name is None or not over or name in found or used.intersection(over):
+                continue
+            if size % count == 0 and count <= partition.most.get(name, count):
                 found[name] = part
                 used.update(over)
     return found

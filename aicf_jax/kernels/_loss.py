@@ -124,11 +124,11 @@ def _operand_gradients(
     from pallas_kernels import linear_cross_entropy as library
 
     v, run = known(op), library.backward
-    present = [n is not None for n in rows]
+    given_label, given_sum = (n is not None for n in rows[2:])
 
     def found(x: Any, w: Any, label: Any, classes: Any, *some: Any) -> list[Any]:
-        left = iter(some)
-        m, dl, dlabel, dsum = (next(left).reshape(-1) if p else None for p in present)
+        m, dl, *left = (n.reshape(-1) for n in some)
+        dlabel, dsum = left[0] if given_label else None, left[-1] if given_sum else None
         dlabel = jax.numpy.zeros(label.size, jax.numpy.float32) if dlabel is None else dlabel
         flat = (label - classes[:1]).reshape(-1)
         dx, dw = run(_flat(x, label), w, flat, m, dl, dlabel, dsum, **_options(v), wanted=asked)
