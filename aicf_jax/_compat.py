@@ -368,19 +368,6 @@ def is_split_by_xla(ctx: Any) -> bool:
     return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
 
 
-def without_mesh(eqn: Any) -> Any:
-    """An equation without a sharding of its result that leaves all to XLA, as jax writes where arguments have a mesh.
-
-    Elsewhere such a result is one of another mesh than its neighbours.
-    """
-    found = eqn.params.get("sharding")
-    if not isinstance(found, jax.sharding.NamedSharding) or any(p is not None for p in found.spec):
-        return eqn
-    if found.mesh.manual_axes or found.mesh.explicit_axes:
-        return eqn
-    return eqn.replace(params={**eqn.params, "sharding": None})
-
-
 def spec_on(mesh: Any, sharding: Any) -> Any:
     """How the sharding of an array in a compiled program splits it over a mesh.
 

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from aicf_jax import _compat
 from aicf_jax.fingerprint import Keys
 from aicf_jax.flags import OpFlags
@@ -159,9 +161,22 @@ def _body(graph: Graph, node: Node, operands: Sequence[int]) -> Any:
         fresh = [v if isinstance(v, _compat.Literal) else _compat.new_var(v.aval) for v in eqn.invars]
         parameters = [v for v in fresh if not isinstance(v, _compat.Literal)]
         return _compat.make_jaxpr_object(parameters, eqn.outvars, [eqn.replace(invars=fresh)], _compat.no_effects)
-    eqns = [_compat.without_mesh(graph.eqn(c)) for c in node.covers]
+    eqns = [_without_mesh(graph.eqn(c)) for c in node.covers]
     parameters = [graph.values[v].atom for v in operands]
     return _compat.make_jaxpr_object(parameters, [graph.values[v].atom for v in node.outputs], eqns, _compat.no_effects)
+
+
+def _without_mesh(eqn: Any) -> Any:
+    """An equation without a sharding of its result that leaves all to XLA, as jax writes where arguments have a mesh.
+
+    Elsewhere such a result is one of another mesh than its neighbours.
+    """
+    found = eqn.params.get("sharding")
+    if not isinstance(found, NamedSharding) or any(p is not None for p in found.spec):
+        return eqn
+    if found.mesh.manual_axes or found.mesh.explicit_axes:
+        return eqn
+    return eqn.replace(params={**eqn.params, "sharding": None})
 
 
 def step_key(steps: Sequence[Step]) -> tuple[Any, ...]:
