@@ -109,7 +109,11 @@ def backward(
         # Limits leave each query a key, and beside one the fill is nothing.
         by_queries = by_keys = Sides(keep=by_queries.keep)
     per_column = max(by_queries.per_column, by_keys.per_column)
-    config = config or default_backward(of.depth, softcap is None and lower is None, by_queries.per_score, per_column)
+    keeps = by_queries.keep
+    is_plain = softcap is None and lower is None and keeps is None
+    config = config or default_backward(
+        of.depth, is_plain, by_queries.per_score, per_column, keeps is not None and not keeps.is_read
+    )
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
         by_queries, by_keys, "key_bias" in wanted,

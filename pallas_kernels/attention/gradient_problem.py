@@ -68,12 +68,13 @@ def default_backward(
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
     Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
-    softcap nor a lower limit, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
-    `is_drawn`: whether dropout is, the numbers of which take more registers.
+    softcap nor a lower limit nor dropout, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
+    `is_drawn`: whether dropout is, whose numbers take more registers: beside long heads none is left for a third block.
     """
-    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 and not is_drawn else 64
-    block_q = 64 if head_dim == 64 else 32
-    found = [BackwardConfig(block, block_q, stages) for block in (block_k, 32) for stages in (4, 3, 2)]
+    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 else 64
+    block_q = 64 if head_dim == 64 and not is_drawn else 32
+    most = 2 if is_drawn and head_dim > 64 else 4
+    found = [BackwardConfig(block, block_q, n) for block in (block_k, 32) for n in (4, 3, 2) if n <= most]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])
 
