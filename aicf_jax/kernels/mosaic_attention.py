@@ -14,13 +14,10 @@ from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import capabilities, forward
 from aicf_jax.kernels._attention import moved_bytes as moved_bytes_of_arrays
 from aicf_jax.kernels._attention_layouts import order
-from aicf_jax.kernels._hopper import TARGETS, needs
+from aicf_jax.kernels._hopper import HEADS, TARGETS, needs, takes_heads
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp
 from aicf_jax.ops._attention_variant import Variant, variant
-
-#: Lengths of a head are multiples of the first number up to the second.
-_HEAD_ATOM, _LONGEST_HEAD = 16, 256
 
 #: What hidden scores may be at most, of those that are no infinity.
 _HIGHEST_FILL = -1e4
@@ -35,8 +32,7 @@ def _library() -> Any:
 def _fits(v: Variant) -> bool:
     if v.fill is not None and not -math.inf < v.fill * v.base <= _HIGHEST_FILL:
         return False
-    depth = v.size(v.roles.depth)
-    return depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
+    return takes_heads(v)
 
 
 def _sides(op: FusedOp, v: Variant, inputs: Any) -> dict[str, Any]:
@@ -58,8 +54,8 @@ KERNEL = Kernel(
     "attention",
     ("cuda",),
     capabilities(
-        "heads of a multiple of 16 up to 256, with no more than scale, softcap, limits on the distance of query and "
-        "key, and masks, segment ids and biases made without Q and K",
+        f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, and masks, segment ids "
+        "and biases made without Q and K",
         _fits,
         "masks",
         "biases",

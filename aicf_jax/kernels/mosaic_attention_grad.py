@@ -11,23 +11,16 @@ from typing import Any
 
 from aicf_jax.kernels._attention import gradient, gradient_capabilities, known
 from aicf_jax.kernels._attention_layouts import chosen
-from aicf_jax.kernels._hopper import TARGETS, needs
+from aicf_jax.kernels._hopper import HEADS, TARGETS, needs, takes_heads
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
-
-#: Lengths of a head whose sums of dK and dV stay in registers.
-_HEAD_DIMS = (64, 128)
 
 
 def _library() -> Any:
     from pallas_kernels import attention
 
     return attention
-
-
-def _fits(v: Variant) -> bool:
-    return v.size(v.roles.depth) in _HEAD_DIMS
 
 
 def _bytes(op: FusedOp) -> int:
@@ -49,7 +42,7 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(
-        "heads of 64 or 128, with no more than scale, softcap and limits on the distance of query and key", _fits
+        f"{HEADS}, with no more than scale, softcap and limits on the distance of query and key", takes_heads
     ),
     gradient(_library),
     cost_bytes=_bytes,

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, sizes
+from pallas_kernels.attention.config import HEADS, is_head_dim
 from pallas_kernels.attention.gradient_problem import ATOM_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
 
@@ -48,7 +49,7 @@ def backward(
     """``(dQ, dK, dV)``, laid out and typed like q, k and v.
 
     Args:
-      q: as given to `forward`; heads of 64 or 128.
+      q: as given to `forward`.
       k: likewise.
       v: likewise.
       out: O.
@@ -66,7 +67,7 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    of = sizes("backward", q, k, v, layouts, lambda d: d in (64, 128), "heads of length 64 or 128")
+    of = sizes("backward", q, k, v, layouts, is_head_dim, HEADS)
     check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     check_results("backward", of, layouts[3], q, out, dout, m, l)
     config = config or default_backward(of.depth, softcap is None and lower is None)

@@ -10,19 +10,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
 from pallas_kernels.attention import scores
-from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
+from pallas_kernels.attention.gradient_problem import ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 
 
 def call(p: Problem, interpret: Any) -> Any:
     """``(q, k, v, dout, logs, delta) -> (dk, dv)``, lengths padded; logs and delta from `queries_gradient`."""
     out_type = [p.like(layout, p.kv_heads, p.keys) for layout in p.layouts[1:3]]
-    grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
+    grid = p.kv_heads, -(-p.keys // p.config.key_rows), p.batch
     return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
 
 
 def _body(p: Problem, *refs: Any) -> None:
     pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
-    own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_q)
+    owners = c.key_rows // ROWS
+    own, blocks = p.tiles(owners, ROWS, c.block_q), p.tiles(c.stages, c.block_q, c.block_q)
     numbers = gpu.SMEM((c.stages, c.block_q), jnp.float32)
     allocations = {
         "k_smem": own,
@@ -31,11 +32,13 @@ def _body(p: Problem, *refs: Any) -> None:
         "dout_smem": blocks,
         "logs_smem": numbers,
         "delta_smem": numbers,
-        "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+        "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=owners),
         "loaded": gpu.Barrier(num_arrivals=4, num_barriers=c.stages),
         "used": gpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
         **p.staging(c.block_q),
     }
+    if c.split_sums:
+        allocations["summed"] = gpu.Barrier()
     pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
 
 
@@ -44,9 +47,10 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     pl, gpu, width = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config.block_q
     q, k, v, dout, logs, delta, dk, dv = refs
     wg, batch, head = (jax.lax.axis_index(a) for a in ("wg", "batch", "head"))
-    first_row, band = jax.lax.axis_index("block") * CTA_ROWS, p.band.turned
+    first_row, band = jax.lax.axis_index("block") * p.config.key_rows, p.band.turned
+    last_row = jnp.minimum(first_row + p.config.key_rows, p.keys) - 1
     # Queries beyond the last one have weights of 0.
-    found = scores.blocks(band, first_row, jnp.minimum(first_row + CTA_ROWS, p.keys) - 1, p.queries, width, True)
+    found = scores.blocks(band, first_row, last_row, p.queries, width, True)
 
     def load(step: Any, slot: Any, barrier: Any) -> None:
         of_q, block = head, step
@@ -60,49 +64,82 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
     pipeline = Pipeline(p.config.stages, p.group * found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
-    here = pl.ds(first_row + wg * ROWS, ROWS)
-    keys, values, barrier = smem["k_smem"].at[wg], smem["v_smem"].at[wg], smem["own_loaded"].at[wg]
-    gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, head, here), keys, barrier)
-    gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, head, here), values, barrier)
+    owner = 0 if p.config.split_sums else wg
+    first_row = first_row + owner * ROWS
+    here = pl.ds(first_row, ROWS)
+    keys, values, barrier = smem["k_smem"].at[owner], smem["v_smem"].at[owner], smem["own_loaded"].at[owner]
+
+    def load_own() -> None:
+        gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, head, here), keys, barrier)
+        gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, head, here), values, barrier)
+
+    if p.config.split_sums:
+        pl.when(wg == 0)(load_own)
+    else:
+        load_own()
     gpu.barrier_wait(barrier)
 
-    def one_head(member: Any, carry: Any) -> Any:
-        before = member * found.visited - found.first
-        step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, smem)
-        return scores.sweep(found, band, False, step, carry)
+    def sums(of: tuple[str, ...]) -> list[Any]:
+        def one_head(member: Any, carry: Any) -> Any:
+            before = member * found.visited - found.first
+            step = functools.partial(_step, p, of, first_row, pipeline, before, keys, values, smem)
+            return scores.sweep(found, band, False, step, carry)
 
-    zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
-    carry = zeros, zeros
-    dk_sum, dv_sum = one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
-    keys[...] = (dk_sum * p.scale).astype(p.dtype)
-    values[...] = dv_sum.astype(p.dtype)
-    gpu.commit_smem()
-    gpu.copy_smem_to_gmem(keys, at(dk, p.layouts[1], batch, head, here))
-    gpu.copy_smem_to_gmem(values, at(dv, p.layouts[2], batch, head, here))
+        carry = (jnp.zeros((ROWS, p.head_dim), jnp.float32),) * len(of)
+        return one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
+
+    def write(total: Any, tile: Any, ref: Any, layout: str) -> None:
+        tile[...] = total.astype(p.dtype)
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(tile, at(ref, layout, batch, head, here))
+
+    if not p.config.split_sums:
+        dk_sum, dv_sum = sums(("dk", "dv"))
+        write(dk_sum * p.scale, keys, dk, p.layouts[1])
+        write(dv_sum, values, dv, p.layouts[2])
+    else:
+
+        @pl.when(wg == 0)
+        def _of_keys() -> None:
+            (dk_sum,) = sums(("dk",))
+            gpu.barrier_arrive(smem["summed"])
+            write(dk_sum * p.scale, values, dk, p.layouts[1])  # which the other one does not read
+
+        @pl.when(wg == 1)
+        def _of_values() -> None:
+            (dv_sum,) = sums(("dv",))
+            gpu.barrier_wait(smem["summed"])
+            write(dv_sum, keys, dv, p.layouts[2])
+
     pipeline.finish()
     gpu.wait_smem_to_gmem(0)
 
 
 def _step(
-    p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, smem: Any, masked: bool,
-    block: Any, totals: Any,
+    p: Problem, of: tuple[str, ...], first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, smem: Any,
+    masked: bool, block: Any, totals: Any,
 ) -> Any:  # fmt: skip
-    """``(dK over scale, dV)`` with one more block of queries."""
+    """Sums of what is asked for, ``"dk"`` (over scale) or ``"dv"``, with one more block of queries."""
     gpu, width = _mosaic.mosaic().gpu, p.config.block_q
     step = before + block
     slot = pipeline.slot(step)
     q, dout = smem["q_smem"].at[slot], smem["dout_smem"].at[slot]
     gpu.barrier_wait(smem["loaded"].at[slot])
-    products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
+    tiles = (keys, _compat.transposed(q)), (values, _compat.transposed(dout))
+    products, *dp = scores.multiply(*(tiles if "dk" in of else tiles[:1]))
     shape = ROWS, width
     logs = jax.lax.broadcast_in_dim(smem["logs_smem"][slot], shape, (1,))
     visible = scores.seen(p.band.turned, shape, first_row, block * width, None) if masked else None
     weights, slope = scores.weights(products, logs, p.scale, p.softcap, visible)
-    delta = jax.lax.broadcast_in_dim(smem["delta_smem"][slot], shape, (1,))
-    dz = scores.gradient(weights, dp, delta, slope).astype(p.dtype)
+    pairs = []
+    if "dk" in of:
+        delta = jax.lax.broadcast_in_dim(smem["delta_smem"][slot], shape, (1,))
+        pairs.append((scores.gradient(weights, *dp, delta, slope).astype(p.dtype), q))
+    if "dv" in of:
+        pairs.append((weights.astype(p.dtype), dout))
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     pipeline.refill(step)
     staging = smem["staging"].at[jax.lax.axis_index("wg")] if p.simulated else None
-    totals = scores.add_products(totals, ((dz, q), (weights.astype(p.dtype), dout)), staging)
+    totals = scores.add_products(totals, tuple(pairs), staging)
     gpu.barrier_arrive(smem["used"].at[slot])
     return totals
