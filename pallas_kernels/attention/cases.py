@@ -247,4 +247,6 @@ DEVICE = (
     gradient_case(SelfAttention(2, 4096, 16, 128, causal=True, dtype="float16", kv_heads=4)),
     gradient_case(SelfAttention(2, 4096, 16, 64, causal=True, window=512)),
     gradient_case(SelfAttention(4, 1000, 16, 64, causal=True)),
+    gradient_case(SelfAttention(4, 2048, 16, 96, causal=True)),
+    gradient_case(SelfAttention(2, 2048, 16, 256, causal=True)),
 )

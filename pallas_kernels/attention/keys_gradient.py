@@ -83,7 +83,7 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         def one_head(member: Any, carry: Any) -> Any:
             before = member * found.visited - found.first
             step = functools.partial(_step, p, of, first_row, pipeline, before, keys, values, smem)
-            return scores.sweep(found, band, False, step, carry)
+            return scores.sweep(found, band, False, step, carry, p.is_long)
 
         carry = (jnp.zeros((ROWS, p.head_dim), jnp.float32),) * len(of)
         return one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)

@@ -85,7 +85,7 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         gpu.barrier_wait(smem["q_loaded"].at[wg])
     step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, found.first, (logs, delta), mine, smem)
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
-    dq_sum = scores.sweep(found, p.band, bool(p.keys % p.config.block_k), step, zeros)
+    dq_sum = scores.sweep(found, p.band, bool(p.keys % p.config.block_k), step, zeros, p.is_long)
     for_out[...] = (dq_sum * p.scale).astype(p.dtype)
     numbers[2, wg] = logs
     numbers[3, wg] = delta
