@@ -32,6 +32,7 @@ from pallas_kernels._arguments import expect
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
+from pallas_kernels.attention.config import HEADS, is_head_dim
 from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides
@@ -64,7 +65,7 @@ def backward(
     """``(dQ, dK, dV)``, laid out and typed like q, k and v, and the gradients of biases that are wanted.
 
     Args:
-      q: as given to `forward`; heads of 64 or 128.
+      q: as given to `forward`.
       k: likewise.
       v: likewise.
       out: O.
@@ -90,7 +91,7 @@ def backward(
       ValueError: naming the argument, what was expected, what was found.
     """
     arrays = Arrays(tuple(segments), mask, bias, key_bias)
-    of = sizes("backward", q, k, v, layouts, lambda d: d in (64, 128), "heads of length 64 or 128")
+    of = sizes("backward", q, k, v, layouts, is_head_dim, HEADS)
     check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     check_results("backward", of, layouts[3], q, out, dout, m, l)
     check_sides("backward", of, arrays, bias_factor, fill)

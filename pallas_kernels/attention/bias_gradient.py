@@ -54,10 +54,10 @@ def _body(p: Problem, *refs: Any) -> None:
     others = _others(p)
     tiles = sides.allocations(dataclasses.replace(p.sides, mask=None), 1, WARPGROUPS, width, extra)
     allocations = {
-        "q_smem": p.tiles(stages * WARPGROUPS, ROWS),
-        "dout_smem": p.tiles(stages * WARPGROUPS, ROWS),
-        "k_smem": p.tiles(stages, width),
-        "v_smem": p.tiles(stages, width),
+        "q_smem": p.tiles(stages * WARPGROUPS, ROWS, width),
+        "dout_smem": p.tiles(stages * WARPGROUPS, ROWS, width),
+        "k_smem": p.tiles(stages, width, width),
+        "v_smem": p.tiles(stages, width, width),
         "numbers": gpu.SMEM((stages, p.numbers, WARPGROUPS, ROWS), jnp.float32),
         "tile": tiles["bias_smem"],
         "own_loaded": gpu.Barrier(num_barriers=WARPGROUPS),

@@ -21,6 +21,7 @@ QUICK: Mapping[str, Case] = {
     "causal, padding, segments, a query that sees nothing, low fill": Case(
         1, 72, 200, upper=0, padding=True, segments=True, blind=True, fill=_LOWEST
     ),
+    "heads of 144, causal": Case(1, 40, 72, head_dim=144, upper=32),
 }
 
 #: In the simulator, the rest.
@@ -74,9 +75,29 @@ SLOW: Mapping[str, Case] = {
     ),
     "bias, mask, heads of 128": Case(1, 72, 136, 2, 2, 128, bias="1hst", mask="b1st", fill=_LOWEST),
     "bias, one query": Case(1, 1, 130, bias="1hst"),
+    "segments, bias of keys, shared heads, heads of 80": Case(
+        1, 72, 136, 2, 1, 80, segments=True, key_bias=True, fill=_LOWEST, upper=40
+    ),
+    "bias, mask, shared heads, heads of 192": Case(1, 72, 72, 2, 1, 192, bias="11st", mask="b1st", fill=_LOWEST),
+    "bias, padding, causal, heads of 256": Case(
+        1, 72, 72, head_dim=256, bias="1hst", key_bias=True, padding=True, fill=_LOWEST, upper=0
+    ),
+    "heads of 16, causal, shared": Case(1, 300, 300, 4, 2, 16, upper=0),
+    "heads of 32, softcap": Case(1, 72, 136, head_dim=32, softcap=5.0),
+    "heads of 48": Case(1, 72, 136, head_dim=48),
+    "heads of 80, window": Case(1, 136, 136, 2, 2, 80, lower=-50, upper=10, layouts=_HEADS_FIRST),
+    "heads of 96, shared, causal to the last key": Case(1, 72, 136, 2, 1, 96, upper=64),
+    "heads of 112, softcap, causal": Case(1, 136, 136, head_dim=112, upper=0, softcap=5.0),
+    "heads of 176, lengths that are padded": Case(2, 101, 77, head_dim=176),
+    "heads of 192, shared, causal, several CTAs": Case(1, 264, 200, 2, 1, 192, upper=0),
+    "heads of 240, one query": Case(1, 1, 130, head_dim=240),
+    "heads of 256, causal": Case(1, 136, 200, head_dim=256, upper=64),
+    "heads of 256, shared, window, softcap, float16": Case(
+        1, 72, 136, 2, 1, 256, "float16", lower=-20, upper=40, softcap=5.0, layouts=_HEADS_FIRST
+    ),
 }
 
-#: Tiles of the cases above; heads of 128 have the default's.
+#: Tiles of the cases above; heads of other lengths than 64 have the default's.
 SMALL = BackwardConfig(64, 64, 2)
 
 _CAUSAL = Case(4, 2048, 2048, 16, 16, upper=0)

@@ -56,7 +56,7 @@ def statistics(p: Problem, m: Any, total: Any) -> list[Any]:
 
 
 def gradients(
-    p: Problem, at: Tile, products: Any, dp: Any, numbers: Sequence[Any], with_weights: bool
+    p: Problem, at: Tile, products: Any, dp: Any | None, numbers: Sequence[Any], with_weights: bool
 ) -> tuple[Any, Any, Any]:
     """``(P, dX, dZ)`` of a tile of ``Z = Q K^T``, dZ over `scale`.
 
@@ -67,7 +67,7 @@ def gradients(
       p: the problem.
       at: which tile.
       products: Z, in float32.
-      dp: the gradient of P.
+      dp: the gradient of P; None where P alone is wanted.
       numbers: delta and `statistics` of each query, as large as the tile.
       with_weights: whether P is wanted.
     """
@@ -85,6 +85,8 @@ def gradients(
         # A hidden score, not a hidden weight: a row that is NaN stays so.
         x = jnp.where(visible, x, s.fill)
     weights = jnp.exp2((x - known[0]) * LOG2_E - known[1] if s.is_exact else x - known[0])
+    if dp is None:
+        return weights, None, None
     dx = weights * (dp - delta)
     if visible is not None and s.has_arrays:
         dx = jnp.where(visible, dx, 0.0)
