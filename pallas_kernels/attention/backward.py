@@ -5,9 +5,10 @@ With ``X`` the scores (see `forward`), ``P = exp(X - m) / l`` and ``Z = Q K^T``:
     delta = sum_d dO O      dZ = P (dO V^T - delta) dX/dZ      dQ = dZ K      dK = dZ^T Q      dV = P^T dO
 
 The first kernel owns 128 queries of a head, walks the keys they see and leaves dQ, delta and ``log2 sum exp(X)`` of
-each row. The second owns 128 keys and walks the queries that see them, of all heads that share the keys: sums stay in
-float32 registers in an order that depends on shapes alone, without atomics, the same bits on every run. P and dZ are
-computed in both; tiles that nobody sees are neither loaded nor multiplied.
+each row. The second owns 128 keys (64 of heads longer than 128: one warpgroup sums dK then, the other one dV) and walks
+the queries that see them, of all heads that share the keys: sums stay in float32 registers in an order that depends on
+shapes alone, without atomics, the same bits on every run. P and dZ are computed in both; tiles that nobody sees are
+neither loaded nor multiplied.
 
 Read: Q, K, V, dO twice (and blocks again for each CTA, mostly from L2), O once; written: dQ, dK, dV, and two float32
 numbers a row. P and dZ are rounded to the type of the operands for the products.
@@ -70,7 +71,7 @@ def backward(
     of = sizes("backward", q, k, v, layouts, is_head_dim, HEADS)
     check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     check_results("backward", of, layouts[3], q, out, dout, m, l)
-    config = config or default_backward(of.depth, softcap is None and lower is None)
+    config = config or default_backward(of.depth, softcap is None)
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret)
     )
