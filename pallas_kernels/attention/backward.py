@@ -5,11 +5,12 @@ With ``X`` the scores (see `forward`), ``P = exp(X - m) / l`` and ``Z = Q K^T``:
     delta = sum_d dO O      dX = P (dO V^T - delta)      dZ = dX dX/dZ      dQ = dZ K      dK = dZ^T Q      dV = P^T dO
 
 The first kernel owns 128 queries of a head, walks the keys they see and leaves dQ, delta and ``log2 sum exp(X)`` of
-each row. The second owns 128 keys and walks the queries that see them, of all heads that share the keys: sums stay in
-float32 registers in an order that depends on shapes alone, without atomics, the same bits on every run. P and dZ are
-computed in both; tiles that nobody sees are neither loaded nor multiplied. Masks and biases of queries x keys are
-transposed for the second. The gradient of such a bias is the sum of dX over the batches and heads that share it: a
-third kernel, `bias_gradient`; that of a bias of keys, the sum over the queries, comes from the second.
+each row. The second owns 128 keys (64 of heads longer than 128: one warpgroup sums dK then, the other one dV) and walks
+the queries that see them, of all heads that share the keys: sums stay in float32 registers in an order that depends on
+shapes alone, without atomics, the same bits on every run. P and dZ are computed in both; tiles that nobody sees are
+neither loaded nor multiplied. Masks and biases of queries x keys are transposed for the second. The gradient of such a
+bias is the sum of dX over the batches and heads that share it: a third kernel, `bias_gradient`; that of a bias of keys,
+the sum over the queries, comes from the second.
 
 Hidden scores have no gradient. A row that has seen nothing but a finite fill gives weights, and so dV, to all keys
 that are filled: the second kernel leaves no tile out for a batch and head that has one.
@@ -102,7 +103,7 @@ def backward(
     if not by_queries.has_arrays:
         by_queries = by_keys = Sides()  # limits leave each query a key, and beside one the fill is nothing
     per_column = max(by_queries.per_column, by_keys.per_column)
-    config = config or default_backward(of.depth, softcap is None and lower is None, by_queries.per_score, per_column)
+    config = config or default_backward(of.depth, softcap is None, by_queries.per_score, per_column)
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
         by_queries, by_keys, "key_bias" in wanted,

@@ -79,15 +79,14 @@ class BackwardConfig:
 def default_backward(head_dim: int, is_plain: bool, per_score: int = 0, per_column: int = 0) -> BackwardConfig:
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
-    Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
-    softcap nor a lower limit, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
+    Tiles as large as registers allow, beside sums. `is_plain`: no softcap, whose slope is one more tile. `per_score`,
+    `per_column`: bytes of what is beside the scores.
     """
-    is_short, is_split, is_alone = head_dim <= 64, head_dim > LONGEST_WHOLE, per_score + per_column == 0
-    found = [
-        BackwardConfig(block_k, 64 if is_short or is_split else 32, stages, is_split)
-        for block_k in ((128 if is_short and is_plain and is_alone else 64), 32)
-        for stages in (4, 3, 2)
-    ]
+    is_split, is_plain = head_dim > LONGEST_WHOLE, is_plain and per_score + per_column == 0
+    sums = head_dim // 2 if is_split else head_dim  # registers of a thread
+    block_q = 64 if sums <= (96 if is_plain or is_split else 64) else 32
+    block_k = 128 if head_dim <= 64 and is_plain else 64 if head_dim <= LONGEST_WHOLE or is_plain else 32
+    found = [BackwardConfig(n, block_q, stages, is_split) for n in (block_k, 32) for stages in (4, 3, 2)]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])
 
@@ -144,13 +143,13 @@ class Problem:
 
     @property
     def is_long(self) -> bool:
-        """Whether rows of O take the place of those of Q, until they are not needed any more."""
+        """Whether rows of Q come where those of O have been, and sums leave registers for one loop only."""
         return self.head_dim > LONGEST_WHOLE
 
     def tiles(self, count: int, rows: int, block: int, columns: int | None = None) -> Any:
         """Shared memory for 16-bit tiles that are multiplied, in sums over a head and over `block` rows.
 
-        One wgmma sums as many products as an atom is wide.
+        Both are whole numbers of atoms.
         """
         gpu, width = _mosaic.mosaic().gpu, math.gcd(64, self.head_dim, block)
         transforms = gpu.TilingTransform((ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)

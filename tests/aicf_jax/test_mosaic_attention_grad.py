@@ -120,7 +120,7 @@ WANTED = {
     ),
     "padding that is a bias": ("key_bias",),
 }
-QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+QUICK_BESIDE = ("t5",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
