@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -107,6 +108,10 @@ def _capped(head_dim: int) -> Case:
     return Case(2, 1000, 1000, 16, 4, head_dim, lower=-255, upper=0, softcap=50.0)
 
 
+def _filled(head_dim: int, **beside: Any) -> Case:
+    return dataclasses.replace(_CAUSAL, head_dim=head_dim, fill=_LOWEST, **beside)
+
+
 #: Compiled for a described GPU with default configurations.
 COMPILED: Mapping[str, Case] = {
     "causal, D 64": _CAUSAL,
@@ -128,6 +133,19 @@ COMPILED: Mapping[str, Case] = {
     "full, D 256": dataclasses.replace(_CAUSAL, upper=None, head_dim=256),
     "causal, D 256": dataclasses.replace(_CAUSAL, head_dim=256),
     "shared heads, window, D 256": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255, head_dim=256),
+    "causal, padding, low fill, D 64": _filled(64, padding=True),
+    "causal, padding, low fill, D 128": _filled(128, padding=True),
+    "causal, segments, low fill, D 96": _filled(96, segments=True),
+    "causal, segments, low fill, D 128": _filled(128, segments=True),
+    "mask, low fill, D 64": _filled(64, mask="b1st", upper=None),
+    "mask, low fill, D 128": _filled(128, mask="b1st", upper=None),
+    "bias, D 64": dataclasses.replace(_CAUSAL, bias="1hst", upper=None),
+    "bias, D 128": dataclasses.replace(_CAUSAL, bias="1hst", upper=None, head_dim=128),
+    "bias, padding, low fill, causal, D 64": _filled(64, bias="1hst", padding=True),
+    "narrow bias and mask, D 64": dataclasses.replace(
+        _CAUSAL, bias="1hst", bias_dtype="bfloat16", mask="b1st", upper=None
+    ),
+    "bias of keys, D 128": dataclasses.replace(_CAUSAL, key_bias=True, upper=None, head_dim=128),
 }
 
 #: Likewise, with the bytes that the assembler spills at most: sums, two tiles and a slope are too much for jax 0.10's.
