@@ -95,24 +95,8 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
         load_own()
     gpu.barrier_wait(barrier)
 
-    def sums(of: tuple[str, ...]) -> list[Any]:
-        row_sums = [(smem["row_sums"].at[owner], ref) for ref in dbias if "dk" in of]
-
-        def one_head(member: Any, carry: Any) -> Any:
-            before = member * found.visited - found.first
-            beside = sides.of_rows(p.turned, extra, batch, head * p.group + member, here, p.simulated)
-            step = functools.partial(_step, p, of, first_row, owner, pipeline, before, keys, values, beside, smem)
-            zeros = (jnp.zeros((ROWS,), jnp.float32),) * len(row_sums)
-            carry = scores.sweep(found, band, False, step, (*carry, *zeros), p.is_long)
-            for total, (tile, ref) in zip(carry[len(of) :], row_sums, strict=True):
-                tile[...] = total
-                gpu.commit_smem()
-                gpu.copy_smem_to_gmem(tile, ref.at[batch, head * p.group + member, here])
-                gpu.wait_smem_to_gmem(0)
-            return carry[: len(of)]
-
-        carry = (jnp.zeros((ROWS, p.head_dim), jnp.float32),) * len(of)
-        return one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
+    place = batch, head, first_row, owner
+    sums = functools.partial(_sums, p, place, found, pipeline, keys, values, extra, dbias, smem)
 
     def write(total: Any, tile: Any, ref: Any, layout: str) -> None:
         tile[...] = total.astype(p.dtype)
@@ -139,6 +123,32 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
     pipeline.finish()
     gpu.wait_smem_to_gmem(0)
+
+
+def _sums(
+    p: Problem, place: Any, found: Any, pipeline: Pipeline, keys: Any, values: Any, extra: Any, dbias: Any, smem: Any,
+    of: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """Sums of what is asked for, ``"dk"`` (over scale) or ``"dv"``, over the heads that share the keys."""
+    gpu, (batch, head, first_row, owner) = _mosaic.mosaic().gpu, place
+    here = _mosaic.mosaic().pl.ds(first_row, ROWS)
+    row_sums = [(smem["row_sums"].at[owner], ref) for ref in dbias if "dk" in of]
+
+    def one_head(member: Any, carry: Any) -> Any:
+        before = member * found.visited - found.first
+        beside = sides.of_rows(p.turned, extra, batch, head * p.group + member, here, p.simulated)
+        step = functools.partial(_step, p, of, first_row, owner, pipeline, before, keys, values, beside, smem)
+        zeros = (jnp.zeros((ROWS,), jnp.float32),) * len(row_sums)
+        carry = scores.sweep(found, p.band.turned, False, step, (*carry, *zeros), p.is_long)
+        for total, (tile, ref) in zip(carry[len(of) :], row_sums, strict=True):
+            tile[...] = total
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(tile, ref.at[batch, head * p.group + member, here])
+            gpu.wait_smem_to_gmem(0)
+        return carry[: len(of)]
+
+    carry = (jnp.zeros((ROWS, p.head_dim), jnp.float32),) * len(of)
+    return one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
 
 
 def _step(
