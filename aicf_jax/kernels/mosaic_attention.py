@@ -12,13 +12,10 @@ from typing import Any
 from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import capabilities, forward
 from aicf_jax.kernels._attention import moved_bytes as moved_bytes_of_arrays
-from aicf_jax.kernels._hopper import TARGETS, needs
+from aicf_jax.kernels._hopper import HEADS, TARGETS, needs, takes_heads
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp
 from aicf_jax.ops._attention_variant import Variant, variant
-
-#: Lengths of a head are multiples of the first number up to the second.
-_HEAD_ATOM, _LONGEST_HEAD = 16, 256
 
 
 def _library() -> Any:
@@ -28,8 +25,7 @@ def _library() -> Any:
 
 
 def _fits(v: Variant) -> bool:
-    depth = v.size(v.roles.depth)
-    return _attention_sides.fills_low(v) and depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
+    return _attention_sides.fills_low(v) and takes_heads(v)
 
 
 def _bytes(op: FusedOp) -> int:
@@ -46,8 +42,8 @@ KERNEL = Kernel(
     "attention",
     ("cuda",),
     capabilities(
-        "heads of a multiple of 16 up to 256, with no more than scale, softcap, limits on the distance of query and "
-        "key, masks, segment ids and biases made without Q and K, and dropout of the weights",
+        f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, masks, segment ids and "
+        "biases made without Q and K, and dropout of the weights",
         _fits,
         "masks",
         "biases",

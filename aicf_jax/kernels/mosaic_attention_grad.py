@@ -13,13 +13,10 @@ from typing import Any
 from aicf_jax.kernels import _attention_sides
 from aicf_jax.kernels._attention import gradient, gradient_capabilities, known
 from aicf_jax.kernels._attention_layouts import chosen
-from aicf_jax.kernels._hopper import TARGETS, needs
+from aicf_jax.kernels._hopper import HEADS, TARGETS, needs, takes_heads
 from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
-
-#: Lengths of a head whose sums of dK and dV stay in registers.
-_HEAD_DIMS = (64, 128)
 
 
 def _library() -> Any:
@@ -32,7 +29,7 @@ def _fits(v: Variant) -> bool:
     if v.passes or not _attention_sides.fills_low(v):
         return False
     # Statistics that come back from the program's units are off by a rounding, which beside a fill is not little.
-    return v.size(v.roles.depth) in _HEAD_DIMS and (v.base == 1.0 or (v.fill is None and not v.biases))
+    return takes_heads(v) and (v.base == 1.0 or (v.fill is None and not v.biases))
 
 
 def _bytes(op: FusedOp) -> int:
@@ -57,8 +54,8 @@ KERNEL = Kernel(
     "attention_grad",
     ("cuda",),
     gradient_capabilities(
-        "heads of 64 or 128, with no more than scale, softcap, limits on the distance of query and key, masks, "
-        "segment ids and biases made without Q and K, whose fill nothing is added to, and dropout of the weights",
+        f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, masks, segment ids and "
+        "biases made without Q and K, whose fill nothing is added to, and dropout of the weights",
         _fits,
         "masks",
         "biases",

@@ -7,11 +7,12 @@ With ``X`` the scores (see `forward`), ``P = exp(X - m) / l`` and ``Z = Q K^T``:
 Dropout multiplies P in dV and ``dO V^T`` in dZ, and leaves delta as it is.
 
 The first kernel owns 128 queries of a head, walks the keys they see and leaves dQ, delta and ``log2 sum exp(X)`` of
-each row. The second owns 128 keys and walks the queries that see them, of all heads that share the keys: sums stay in
-float32 registers in an order that depends on shapes alone, without atomics, the same bits on every run. P and dZ are
-computed in both; tiles that nobody sees are neither loaded nor multiplied. Masks and biases of queries x keys are
-transposed for the second. The gradient of such a bias is the sum of dX over the batches and heads that share it: a
-third kernel, `bias_gradient`; that of a bias of keys, the sum over the queries, comes from the second.
+each row. The second owns 128 keys (64 of heads longer than 128: one warpgroup sums dK then, the other one dV) and walks
+the queries that see them, of all heads that share the keys: sums stay in float32 registers in an order that depends on
+shapes alone, without atomics, the same bits on every run. P and dZ are computed in both; tiles that nobody sees are
+neither loaded nor multiplied. Masks and biases of queries x keys are transposed for the second. The gradient of such a
+bias is the sum of dX over the batches and heads that share it: a third kernel, `bias_gradient`; that of a bias of keys,
+the sum over the queries, comes from the second.
 
 Hidden scores have no gradient. A row that has seen nothing but a finite fill gives weights, and so dV, to all keys
 that are filled: the second kernel leaves no tile out for a batch and head that has one.
@@ -34,6 +35,7 @@ from pallas_kernels._arguments import expect
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
+from pallas_kernels.attention.config import HEADS, is_head_dim
 from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
 from pallas_kernels.attention.scores import Band
@@ -69,7 +71,7 @@ def backward(
     """``(dQ, dK, dV)``, laid out and typed like q, k and v, and the gradients of biases that are wanted.
 
     Args:
-      q: as given to `forward`; heads of 64 or 128.
+      q: as given to `forward`.
       k: likewise.
       v: likewise.
       out: O.
@@ -97,7 +99,7 @@ def backward(
       ValueError: naming the argument, what was expected, what was found.
     """
     arrays = Arrays(tuple(segments), mask, bias, key_bias, keep)
-    of = sizes("backward", q, k, v, layouts, lambda d: d in (64, 128), "heads of length 64 or 128")
+    of = sizes("backward", q, k, v, layouts, is_head_dim, HEADS)
     check_scores("backward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     check_results("backward", of, layouts[3], q, out, dout, m, l)
     check_sides("backward", of, arrays, bias_factor, fill, keep_factor)
@@ -109,7 +111,8 @@ def backward(
         # Limits leave each query a key, and beside one the fill is nothing.
         by_queries = by_keys = Sides(keep=by_queries.keep)
     per_column = max(by_queries.per_column, by_keys.per_column)
-    config = config or default_backward(of.depth, softcap is None and lower is None, by_queries.per_score, per_column)
+    is_drawn = isinstance(keep, Bernoulli)
+    config = config or default_backward(of.depth, softcap is None, by_queries.per_score, per_column, is_drawn)
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
         by_queries, by_keys, "key_bias" in wanted,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import dropout, gradient_tile, scores, sides
+from pallas_kernels.attention import gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 from pallas_kernels.attention.scores import Band
@@ -54,10 +54,10 @@ def _body(p: Problem, *refs: Any) -> None:
     others = _others(p)
     tiles = sides.allocations(dataclasses.replace(p.sides, mask=None, keep=None), 1, WARPGROUPS, width, extra)
     allocations = {
-        "q_smem": p.tiles(stages * WARPGROUPS, ROWS),
-        "dout_smem": p.tiles(stages * WARPGROUPS, ROWS),
-        "k_smem": p.tiles(stages, width),
-        "v_smem": p.tiles(stages, width),
+        "q_smem": p.tiles(stages * WARPGROUPS, ROWS, width),
+        "dout_smem": p.tiles(stages * WARPGROUPS, ROWS, width),
+        "k_smem": p.tiles(stages, width, width),
+        "v_smem": p.tiles(stages, width, width),
         "numbers": gpu.SMEM((stages, p.numbers, WARPGROUPS, ROWS), jnp.float32),
         "tile": tiles["bias_smem"],
         "own_loaded": gpu.Barrier(num_barriers=WARPGROUPS),
@@ -135,16 +135,15 @@ def _step(p: Problem, place: Any, pipeline: Pipeline, step: Any, bias: Any, extr
     gpu, wg = _mosaic.mosaic().gpu, jax.lax.axis_index("wg")
     batch, head, here, first_row, first_key = place
     slot = pipeline.slot(step)
-    beside = {**sides.of_rows(p.sides, extra, batch, head, here, p.simulated), "bias": bias}
+    beside = {**gradient_tile.of_rows(p, p.sides, extra, batch, head, here), "bias": bias}
     q, dout = (smem[name].at[slot * WARPGROUPS + wg] for name in ("q_smem", "dout_smem"))
     keys, values = smem["k_smem"].at[slot], smem["v_smem"].at[slot]
     gpu.barrier_wait(smem["loaded"].at[slot])
     products, dp = scores.multiply((q, _compat.transposed(keys)), (dout, _compat.transposed(values)))
     numbers = [smem["numbers"][slot, i, wg] for i in range(p.numbers)]
     # Keys beyond the last one have gradients that nobody reads.
-    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
     masked = p.band != Band(None, None)
-    tile = Tile(p.sides, beside, smem, slot, wg, masked, p.band, first_row, first_key, None, kept)
+    tile = Tile(p.sides, beside, smem, slot, wg, masked, p.band, first_row, first_key, None)
     _, dx, _ = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 0), False)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     if pipeline.stages > 1:

@@ -293,4 +293,6 @@ DEVICE = (
     beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("mask",))),
     beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("bias",))),
     beside_gradient_case(Beside(4, 2048, 2048, 16, 128, ("padding", "bias"), causal=True)),
+    gradient_case(SelfAttention(4, 2048, 16, 96, causal=True)),
+    gradient_case(SelfAttention(2, 2048, 16, 256, causal=True)),
 )

@@ -28,6 +28,10 @@ def is_head_dim(length: int) -> bool:
     return 0 < length <= MAX_HEAD_DIM and length % HEAD_ATOM == 0
 
 
+#: Which they are.
+HEADS = f"heads whose length is a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}"
+
+
 def head_swizzle(head_dim: int) -> int:
     """Bytes of a row of an atom of shared memory: the widest that 16-bit rows of this length are whole numbers of."""
     return next(b for b in (128, 64, 32) if head_dim * 2 % b == 0)

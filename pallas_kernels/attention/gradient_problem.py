@@ -27,6 +27,10 @@ CTA_ROWS = ROWS * WARPGROUPS
 #: Lengths are padded to multiples of it: a TMA descriptor tiles arrays by atoms of shared memory of so many rows.
 ATOM_ROWS = 8
 
+#: The longest head whose sums of dK and dV fit in the registers of one warpgroup, and whose rows of Q, O and dO fit in
+#: shared memory at once.
+LONGEST_WHOLE = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
@@ -36,6 +40,8 @@ class BackwardConfig:
       block_k: keys that the kernel of dQ multiplies at a time.
       block_q: queries that the kernel of dK and dV multiplies at a time.
       stages: blocks in flight.
+      split_sums: whether one warpgroup sums dK and the other one dV, of the same 64 keys; else each sums both, of 64
+        keys of its own. Half as many registers, five products instead of four.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -44,6 +50,7 @@ class BackwardConfig:
     block_k: int = 64
     block_q: int = 64
     stages: int = 2
+    split_sums: bool = False
 
     def __post_init__(self) -> None:
         # Two float32 tiles, of P and dP, take a register of each thread for each column.
@@ -51,14 +58,21 @@ class BackwardConfig:
         expect_attribute(self, "block_q", self.block_q in (32, 64, 128), "32, 64 or 128")
         expect_attribute(self, "stages", self.stages >= 2, "at least 2")
 
+    @property
+    def key_rows(self) -> int:
+        """Keys of a CTA of the kernel of dK and dV."""
+        return ROWS if self.split_sums else CTA_ROWS
+
     def smem_bytes(self, head_dim: int, per_score: int = 0, per_column: int = 0) -> int:
         """Shared memory of the kernel that takes more of it, with barriers and what aligns blocks.
 
         `per_score`, `per_column`: bytes of the arrays beside the scores.
         """
-        owned, beside = CTA_ROWS * head_dim * 2, CTA_ROWS * per_score + per_column
-        queries = 3 * owned + 5 * CTA_ROWS * 4 + self.stages * self.block_k * (2 * head_dim * 2 + beside)
-        keys = 2 * owned + self.stages * self.block_q * (2 * head_dim * 2 + 12 + beside)
+        row = head_dim * 2
+        owned = (2 if head_dim > LONGEST_WHOLE else 3) * CTA_ROWS * row
+        key, query = (2 * row + rows * per_score + per_column for rows in (CTA_ROWS, self.key_rows))
+        queries = owned + 5 * CTA_ROWS * 4 + self.stages * self.block_k * key
+        keys = 2 * self.key_rows * row + self.stages * self.block_q * (query + 12)
         return 4096 + max(queries, keys)
 
 
@@ -67,13 +81,15 @@ def default_backward(
 ) -> BackwardConfig:
     """A configuration for heads of this length: as many blocks in flight as there is shared memory for, at most 4.
 
-    Tiles as large as registers allow, beside sums of dK and dV that take `head_dim` of them. `is_plain`: neither a
-    softcap nor a lower limit, which take more of them. `per_score`, `per_column`: bytes of what is beside the scores.
-    `is_drawn`: whether dropout is, the numbers of which take more registers.
+    Tiles as large as registers allow, beside sums. `is_plain`: no softcap, whose slope is one more tile. `per_score`,
+    `per_column`: bytes of what is beside the scores. `is_drawn`: whether dropout is, whose numbers are two more tiles.
     """
-    block_k = 128 if head_dim == 64 and is_plain and per_score + per_column == 0 and not is_drawn else 64
-    block_q = 64 if head_dim == 64 else 32
-    found = [BackwardConfig(block, block_q, stages) for block in (block_k, 32) for stages in (4, 3, 2)]
+    is_split, is_plain = head_dim > LONGEST_WHOLE, is_plain and not is_drawn and per_score + per_column == 0
+    sums = head_dim // 2 if is_split else head_dim  # registers of a thread
+    block_q = 64 if sums <= (96 if is_plain or is_split else 64) and not is_drawn else 32
+    block_k = 128 if head_dim <= 64 and is_plain else 64 if head_dim <= LONGEST_WHOLE or is_plain else 32
+    most = 2 if is_drawn and head_dim > 64 else 4
+    found = [BackwardConfig(n, block_q, s, is_split) for n in (block_k, 32) for s in (4, 3, 2) if s <= most]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])
 
@@ -128,15 +144,23 @@ class Problem:
         rows = -(-self.queries // CTA_ROWS) * CTA_ROWS
         return jax.ShapeDtypeStruct((self.batch, self.heads, rows), jnp.float32)
 
-    def tiles(self, count: int, rows: int, columns: int | None = None) -> Any:
-        """Shared memory for 16-bit tiles that are multiplied. As high as an atom is wide, or higher."""
-        gpu, width = _mosaic.mosaic().gpu, min(64, self.config.block_q, self.config.block_k)
+    @property
+    def is_long(self) -> bool:
+        """Whether rows of Q come where those of O have been, and sums leave registers for one loop only."""
+        return self.head_dim > LONGEST_WHOLE
+
+    def tiles(self, count: int, rows: int, block: int, columns: int | None = None) -> Any:
+        """Shared memory for 16-bit tiles that are multiplied, in sums over a head and over `block` rows.
+
+        Both are whole numbers of atoms.
+        """
+        gpu, width = _mosaic.mosaic().gpu, math.gcd(64, self.head_dim, block)
         transforms = gpu.TilingTransform((ATOM_ROWS, width)), gpu.SwizzleTransform(2 * width)
         return gpu.SMEM((count, rows, columns or self.head_dim), self.dtype, transforms=transforms)
 
     def staging(self, columns: int) -> dict[str, Any]:
         """Shared memory that the simulator wants for operands that are in registers elsewhere."""
-        return {"staging": self.tiles(WARPGROUPS, ROWS, columns)} if self.simulated else {}
+        return {"staging": self.tiles(WARPGROUPS, ROWS, columns, columns)} if self.simulated else {}
 
 
 def kernel(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import scores, sides
+from pallas_kernels.attention import dropout, scores, sides
 from pallas_kernels.attention.gradient_problem import Problem
 from pallas_kernels.attention.scores import LOG2_E, Band
 from pallas_kernels.attention.sides import Sides
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
     Attributes:
       sides: what lies beside it.
-      mine: of the rows, `sides.of_rows`.
+      mine: what `of_rows` gives.
       smem: the blocks in flight.
       slot: which of them it is.
       wg: the warpgroup.
@@ -29,7 +29,6 @@ class Tile(NamedTuple):
       first_row: the first of them.
       first_column: likewise.
       columns: None, or how many there are.
-      kept: what `dropout.reader` gives.
     """
 
     sides: Sides
@@ -42,7 +41,14 @@ class Tile(NamedTuple):
     first_row: Any
     first_column: Any
     columns: int | None
-    kept: Callable[..., Any] | None
+
+
+def of_rows(
+    p: Problem, beside: Sides, refs: Mapping[str, Any], batch: Any, head: Any, rows: Any, turned: bool = False
+) -> dict[str, Any]:
+    """`sides.of_rows`, and ``"kept"``: what `dropout.reader` gives."""
+    kept = dropout.reader(beside.keep, refs, (batch, head), (p.queries, p.keys), turned)
+    return {**sides.of_rows(beside, refs, batch, head, rows, p.simulated), "kept": kept}
 
 
 def statistics(p: Problem, m: Any, total: Any) -> list[Any]:
@@ -58,9 +64,9 @@ def statistics(p: Problem, m: Any, total: Any) -> list[Any]:
 
 
 def gradients(
-    p: Problem, at: Tile, products: Any, dp: Any, numbers: Sequence[Any], with_weights: bool
+    p: Problem, at: Tile, products: Any, dp: Any | None, numbers: Sequence[Any], with_weights: bool
 ) -> tuple[Any, Any, Any]:
-    """``(P, dX, dZ)`` of a tile of ``Z = Q K^T``, dZ over `scale`; P without what is dropped, over its factor.
+    """``(P, dX, dZ)`` of a tile of ``Z = Q K^T``, dZ over `scale`; P without what is dropped, over dropout's factor.
 
     Hidden scores have a gradient of 0. They have a weight where a row has seen nothing but the fill: with
     `with_weights` it is part of P. Without arrays beside the scores rows that are NaN are so in all places.
@@ -69,7 +75,7 @@ def gradients(
       p: the problem.
       at: which tile.
       products: Z, in float32.
-      dp: the gradient of P without dropout.
+      dp: the gradient of P without dropout; None where P alone is wanted.
       numbers: delta and `statistics` of each query, as large as the tile.
       with_weights: whether P is wanted.
     """
@@ -87,18 +93,22 @@ def gradients(
         # A hidden score, not a hidden weight: a row that is NaN stays so.
         x = jnp.where(visible, x, s.fill)
     weights = jnp.exp2((x - known[0]) * LOG2_E - known[1] if s.is_exact else x - known[0])
-    kept = None if at.kept is None else at.kept(at.first_row, at.first_column, x.shape, functools.partial(_keep, p, at))
+    kept = _kept(p, at, x.shape)
+    left = weights if kept is None else jnp.where(kept, weights, 0.0)
+    if dp is None:
+        return left, None, None
     if kept is not None and s.keep is not None:
         dp = jnp.where(kept, dp * s.keep.factor, 0.0)
     dx = weights * (dp - delta)
     if visible is not None and s.has_arrays:
         dx = jnp.where(visible, dx, 0.0)
-    weights = weights if kept is None else jnp.where(kept, weights, 0.0)
-    return weights, dx, dx if slope is None else dx * slope
+    return left, dx, dx if slope is None else dx * slope
 
 
-def _keep(p: Problem, at: Tile) -> Any:
-    return sides.tile(at.smem, "keep", at.slot, at.wg, p.simulated)
+def _kept(p: Problem, at: Tile, shape: Any) -> Any:
+    tile = functools.partial(sides.tile, at.smem, "keep", at.slot, at.wg, p.simulated)
+    reader = at.mine["kept"]
+    return None if reader is None else reader(at.first_row, at.first_column, shape, tile)
 
 
 def _visible(p: Problem, at: Tile, shape: Any) -> Any:

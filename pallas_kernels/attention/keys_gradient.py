@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import dropout, gradient_tile, scores, sides
+from pallas_kernels.attention import gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 
@@ -24,13 +24,14 @@ def call(p: Problem, interpret: Any) -> Any:
     if p.of_keys:
         shape = p.batch, p.heads, p.keys + -p.keys % CTA_ROWS
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    grid = p.kv_heads, -(-p.keys // CTA_ROWS), p.batch
+    grid = p.kv_heads, -(-p.keys // p.config.key_rows), p.batch
     return kernel(p, "attention_dkv", functools.partial(_body, p), grid, out_type, interpret)
 
 
 def _body(p: Problem, *refs: Any) -> None:
     pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
-    own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_q)
+    owners = c.key_rows // ROWS
+    own, blocks = p.tiles(owners, ROWS, c.block_q), p.tiles(c.stages, c.block_q, c.block_q)
     beside, results = 4 + p.numbers + p.may_see_all, 2 + p.of_keys
     extra = sides.named(p.turned, refs[beside:-results])
     allocations = {
@@ -39,14 +40,16 @@ def _body(p: Problem, *refs: Any) -> None:
         "q_smem": blocks,
         "dout_smem": blocks,
         "numbers": gpu.SMEM((c.stages, p.numbers, c.block_q), jnp.float32),
-        "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        "loaded": gpu.Barrier(num_arrivals=2 + p.numbers + p.turned.copies(WARPGROUPS), num_barriers=c.stages),
+        "own_loaded": gpu.Barrier(num_arrivals=2, num_barriers=owners),
+        "loaded": gpu.Barrier(num_arrivals=2 + p.numbers + p.turned.copies(owners), num_barriers=c.stages),
         "used": gpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
         **p.staging(c.block_q),
-        **sides.allocations(p.turned, c.stages, WARPGROUPS, c.block_q, extra),
+        **sides.allocations(p.turned, c.stages, owners, c.block_q, extra),
     }
+    if c.split_sums:
+        allocations["summed"] = gpu.Barrier()
     if p.of_keys:
-        allocations["row_sums"] = gpu.SMEM((WARPGROUPS, ROWS), jnp.float32)
+        allocations["row_sums"] = gpu.SMEM((owners, ROWS), jnp.float32)
     refs = *refs[:4], refs[4 : 4 + p.numbers], refs[4 + p.numbers : beside], extra, *refs[-results:]
     pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
 
@@ -56,12 +59,13 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     pl, gpu, width = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config.block_q
     q, k, v, dout, numbers, flags, extra, dk, dv, *dbias = refs
     wg, batch, head = (jax.lax.axis_index(a) for a in ("wg", "batch", "head"))
-    first_row, band = jax.lax.axis_index("block") * CTA_ROWS, p.band.turned
+    first_row, band = jax.lax.axis_index("block") * p.config.key_rows, p.band.turned
+    last_row = jnp.minimum(first_row + p.config.key_rows, p.keys) - 1
     # Queries beyond the last one have weights of 0.
-    found = scores.blocks(band, first_row, jnp.minimum(first_row + CTA_ROWS, p.keys) - 1, p.queries, width, True)
+    found = scores.blocks(band, first_row, last_row, p.queries, width, True)
     for flag in flags:
         found = scores.all_if(flag[batch, head] > 0, found, p.queries, width)
-    all_rows = [pl.ds(first_row + i * ROWS, ROWS) for i in range(WARPGROUPS)]
+    all_rows = [pl.ds(first_row + i * ROWS, ROWS) for i in range(p.config.key_rows // ROWS)]
 
     def load(step: Any, slot: Any, barrier: Any) -> None:
         of_q, block = head, step
@@ -76,58 +80,105 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
 
     pipeline = Pipeline(p.config.stages, p.group * found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
-    here = pl.ds(first_row + wg * ROWS, ROWS)
-    keys, values, barrier = smem["k_smem"].at[wg], smem["v_smem"].at[wg], smem["own_loaded"].at[wg]
-    gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, head, here), keys, barrier)
-    gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, head, here), values, barrier)
+    owner = 0 if p.config.split_sums else wg
+    first_row = first_row + owner * ROWS
+    here = pl.ds(first_row, ROWS)
+    keys, values, barrier = smem["k_smem"].at[owner], smem["v_smem"].at[owner], smem["own_loaded"].at[owner]
+
+    def load_own() -> None:
+        gpu.copy_gmem_to_smem(at(k, p.layouts[1], batch, head, here), keys, barrier)
+        gpu.copy_gmem_to_smem(at(v, p.layouts[2], batch, head, here), values, barrier)
+
+    if p.config.split_sums:
+        pl.when(wg == 0)(load_own)
+    else:
+        load_own()
     gpu.barrier_wait(barrier)
 
-    def one_head(member: Any, carry: Any) -> Any:
-        before = member * found.visited - found.first
-        of_q = head * p.group + member
-        kept = dropout.reader(p.turned.keep, extra, (batch, of_q), (p.queries, p.keys), turned=True)
-        beside = sides.of_rows(p.turned, extra, batch, of_q, here, p.simulated), kept
-        step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, before, keys, values, beside, smem)
-        row_sums = [jnp.zeros((ROWS,), jnp.float32)] * len(dbias)
-        dk_sum, dv_sum, *row_sums = scores.sweep(found, band, False, step, (*carry, *row_sums))
-        for total, ref in zip(row_sums, dbias, strict=True):
-            smem["row_sums"][wg] = total
-            gpu.commit_smem()
-            gpu.copy_smem_to_gmem(smem["row_sums"].at[wg], ref.at[batch, head * p.group + member, here])
-            gpu.wait_smem_to_gmem(0)
-        return dk_sum, dv_sum
+    place = batch, head, first_row, owner
+    sums = functools.partial(_sums, p, place, found, pipeline, keys, values, extra, dbias, smem)
 
-    zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
-    carry = zeros, zeros
-    dk_sum, dv_sum = one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
-    keys[...] = (dk_sum * p.scale).astype(p.dtype)
-    values[...] = (dv_sum if p.turned.keep is None else dv_sum * p.turned.keep.factor).astype(p.dtype)
-    gpu.commit_smem()
-    gpu.copy_smem_to_gmem(keys, at(dk, p.layouts[1], batch, head, here))
-    gpu.copy_smem_to_gmem(values, at(dv, p.layouts[2], batch, head, here))
+    factor = 1.0 if p.turned.keep is None else p.turned.keep.factor
+
+    def write(total: Any, tile: Any, ref: Any, layout: str) -> None:
+        tile[...] = total.astype(p.dtype)
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(tile, at(ref, layout, batch, head, here))
+
+    if not p.config.split_sums:
+        dk_sum, dv_sum = sums(("dk", "dv"))
+        write(dk_sum * p.scale, keys, dk, p.layouts[1])
+        write(dv_sum * factor, values, dv, p.layouts[2])
+    else:
+
+        @pl.when(wg == 0)
+        def _of_keys() -> None:
+            (dk_sum,) = sums(("dk",))
+            gpu.barrier_arrive(smem["summed"])
+            write(dk_sum * p.scale, values, dk, p.layouts[1])  # which the other one does not read
+
+        @pl.when(wg == 1)
+        def _of_values() -> None:
+            (dv_sum,) = sums(("dv",))
+            gpu.barrier_wait(smem["summed"])
+            write(dv_sum * factor, keys, dv, p.layouts[2])
+
     pipeline.finish()
     gpu.wait_smem_to_gmem(0)
 
 
-def _step(
-    p: Problem, first_row: Any, pipeline: Pipeline, before: Any, keys: Any, values: Any, beside: Any, smem: Any,
-    masked: bool, block: Any, totals: Any,
+def _sums(
+    p: Problem, place: Any, found: Any, pipeline: Pipeline, keys: Any, values: Any, extra: Any, dbias: Any, smem: Any,
+    of: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """``(dK over scale, dV)`` with one more block of queries; behind them, if wanted, sums of the scores' gradients."""
+    """Sums of what is asked for, ``"dk"`` (over scale) or ``"dv"``, over the heads that share the keys."""
+    gpu, (batch, head, first_row, owner) = _mosaic.mosaic().gpu, place
+    here = _mosaic.mosaic().pl.ds(first_row, ROWS)
+    row_sums = [(smem["row_sums"].at[owner], ref) for ref in dbias if "dk" in of]
+
+    def one_head(member: Any, carry: Any) -> Any:
+        before = member * found.visited - found.first
+        beside = gradient_tile.of_rows(p, p.turned, extra, batch, head * p.group + member, here, turned=True)
+        step = functools.partial(_step, p, of, first_row, owner, pipeline, before, keys, values, beside, smem)
+        zeros = (jnp.zeros((ROWS,), jnp.float32),) * len(row_sums)
+        carry = scores.sweep(found, p.band.turned, False, step, (*carry, *zeros), p.is_long)
+        for total, (tile, ref) in zip(carry[len(of) :], row_sums, strict=True):
+            tile[...] = total
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(tile, ref.at[batch, head * p.group + member, here])
+            gpu.wait_smem_to_gmem(0)
+        return carry[: len(of)]
+
+    carry = (jnp.zeros((ROWS, p.head_dim), jnp.float32),) * len(of)
+    return one_head(0, carry) if p.group == 1 else jax.lax.fori_loop(0, p.group, one_head, carry)
+
+
+def _step(
+    p: Problem, of: tuple[str, ...], first_row: Any, owner: Any, pipeline: Pipeline, before: Any, keys: Any,
+    values: Any, beside: Any, smem: Any, masked: bool, block: Any, totals: Any,
+) -> Any:  # fmt: skip
+    """Sums of what is asked for, ``"dk"`` (over scale) or ``"dv"``, with one more block of queries.
+
+    Behind them, if wanted, of the scores' gradients.
+    """
     gpu, width = _mosaic.mosaic().gpu, p.config.block_q
     step = before + block
     slot = pipeline.slot(step)
     q, dout = smem["q_smem"].at[slot], smem["dout_smem"].at[slot]
     gpu.barrier_wait(smem["loaded"].at[slot])
-    products, dp = scores.multiply((keys, _compat.transposed(q)), (values, _compat.transposed(dout)))
-    wg, numbers = jax.lax.axis_index("wg"), [smem["numbers"][slot, i] for i in range(p.numbers)]
-    tile = Tile(p.turned, beside[0], smem, slot, wg, masked, p.band.turned, first_row, block * width, None, beside[1])
-    weights, dx, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 1), True)
-    dz = dz.astype(p.dtype)
+    tiles = (keys, _compat.transposed(q)), (values, _compat.transposed(dout))
+    products, *dp = scores.multiply(*(tiles if "dk" in of else tiles[:1]))
+    numbers = [smem["numbers"][slot, i] for i in range(p.numbers)]
+    tile = Tile(p.turned, beside, smem, slot, owner, masked, p.band.turned, first_row, block * width, None)
+    weights, dx, dz = gradient_tile.gradients(
+        p, tile, products, dp[0] if dp else None, spread(numbers, products.shape, 1), "dv" in of
+    )
+    factors = {"dk": (dz, q), "dv": (weights, dout)}
+    pairs = tuple((factors[name][0].astype(p.dtype), factors[name][1]) for name in of)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
     pipeline.refill(step)
-    staging = smem["staging"].at[wg] if p.simulated else None
-    row_sums = [x + jnp.sum(dx, axis=1) for x in totals[2:]]
-    found = scores.add_products(totals[:2], ((dz, q), (weights.astype(p.dtype), dout)), staging)
+    staging = smem["staging"].at[jax.lax.axis_index("wg")] if p.simulated else None
+    row_sums = [x + jnp.sum(dx, axis=1) for x in totals[len(of) :]]
+    found = scores.add_products(totals[: len(of)], pairs, staging)
     gpu.barrier_arrive(smem["used"].at[slot])
     return *found, *row_sums

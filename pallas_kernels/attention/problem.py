@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic
 from pallas_kernels.attention import arguments
 from pallas_kernels.attention.config import (
-    HEAD_ATOM,
-    MAX_HEAD_DIM,
+    HEADS,
     QUERY_ROWS,
     ForwardConfig,
     default_forward,
@@ -71,8 +70,7 @@ def problem(
     config: ForwardConfig | None, simulated: bool,
 ) -> Problem:  # fmt: skip
     """The problem of these arguments of `forward`. Raises ValueError where they do not fit."""
-    depths = f"heads whose length is a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}"
-    of = arguments.sizes("forward", q, k, v, layouts, is_head_dim, depths)
+    of = arguments.sizes("forward", q, k, v, layouts, is_head_dim, HEADS)
     arguments.check_scores("forward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
     batch, heads, kv_heads, queries, keys, head_dim = of
     arguments.check_sides("forward", of, arrays, bias_factor, fill, keep_factor)

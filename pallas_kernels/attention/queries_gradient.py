@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _mosaic
-from pallas_kernels.attention import dropout, gradient_tile, scores, sides
+from pallas_kernels.attention import gradient_tile, scores, sides
 from pallas_kernels.attention.gradient_problem import CTA_ROWS, ROWS, WARPGROUPS, Pipeline, Problem, at, kernel
 from pallas_kernels.attention.gradient_tile import Tile, spread
 
@@ -26,22 +26,22 @@ def call(p: Problem, interpret: Any) -> Any:
 
 def _body(p: Problem, *refs: Any) -> None:
     pl, gpu, c = _mosaic.mosaic().pl, _mosaic.mosaic().gpu, p.config
-    own, blocks = p.tiles(WARPGROUPS, ROWS), p.tiles(c.stages, c.block_k)
+    own, blocks = p.tiles(WARPGROUPS, ROWS, c.block_k), p.tiles(c.stages, c.block_k, c.block_k)
     beside = len(refs) - 8 - p.numbers
     extra = sides.named(p.sides, refs[7 : 7 + beside])
     allocations = {
-        "q_smem": own,
-        "out_smem": own,
-        "dout_smem": own,
+        **dict.fromkeys(_own(p), own),
         "k_smem": blocks,
         "v_smem": blocks,
         "numbers": gpu.SMEM((2 + p.numbers, WARPGROUPS, ROWS), jnp.float32),
-        "own_loaded": gpu.Barrier(num_arrivals=5, num_barriers=WARPGROUPS),
+        "own_loaded": gpu.Barrier(num_arrivals=4 if p.is_long else 5, num_barriers=WARPGROUPS),
         "loaded": gpu.Barrier(num_arrivals=2 + p.sides.copies(WARPGROUPS), num_barriers=c.stages),
         "used": gpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
         **p.staging(c.block_k),
         **sides.allocations(p.sides, c.stages, WARPGROUPS, c.block_k, extra),
     }
+    if p.is_long:
+        allocations["q_loaded"] = gpu.Barrier(num_barriers=WARPGROUPS)
     refs = *refs[:7], extra, *refs[7 + beside :]
     pl.run_scoped(functools.partial(_rows, p, refs), collective_axes="wg", **allocations)
 
@@ -69,32 +69,45 @@ def _rows(p: Problem, refs: Any, **smem: Any) -> None:
     pipeline = Pipeline(p.config.stages, found.visited, load, smem["loaded"], smem["used"])
     pipeline.start()
     here = pl.ds(first_row + wg * ROWS, ROWS)
-    mine, numbers, barrier = {n: smem[n].at[wg] for n in _OWN}, smem["numbers"], smem["own_loaded"].at[wg]
-    for name, ref, layout in zip(_OWN, (q, out, dout), (p.layouts[0], p.layouts[3], p.layouts[3]), strict=True):
-        gpu.copy_gmem_to_smem(at(ref, layout, batch, head, here), mine[name], barrier)
+    mine, numbers, barrier = {n: smem[n].at[wg] for n in _own(p)}, smem["numbers"], smem["own_loaded"].at[wg]
+    # Where rows of O and of Q take turns, O comes first and dQ last.
+    for_out = mine["q_smem" if p.is_long else "out_smem"]
+
+    def load_own(ref: Any, layout: str, tile: Any, barrier: Any) -> None:
+        gpu.copy_gmem_to_smem(at(ref, layout, batch, head, here), tile, barrier)
+
+    load_own(out, p.layouts[3], for_out, barrier)
+    load_own(dout, p.layouts[3], mine["dout_smem"], barrier)
     for i, ref in enumerate((m, l)):
         gpu.copy_gmem_to_smem(ref.at[batch, head, here], numbers.at[i, wg], barrier)
-    beside = sides.of_rows(p.sides, extra, batch, head, here, p.simulated)
+    if not p.is_long:
+        load_own(q, p.layouts[0], mine["q_smem"], barrier)
+    beside = gradient_tile.of_rows(p, p.sides, extra, batch, head, here)
     gpu.barrier_wait(barrier)
-    delta = jnp.sum(mine["out_smem"][...].astype(jnp.float32) * mine["dout_smem"][...].astype(jnp.float32), axis=1)
+    delta = jnp.sum(for_out[...].astype(jnp.float32) * mine["dout_smem"][...].astype(jnp.float32), axis=1)
+    if p.is_long:
+        gpu.commit_smem()  # read, before TMA writes there
+        load_own(q, p.layouts[0], for_out, smem["q_loaded"].at[wg])
     found_numbers = [delta, *gradient_tile.statistics(p, numbers[0, wg], numbers[1, wg])]
-    kept = dropout.reader(p.sides.keep, extra, (batch, head), (p.queries, p.keys))
-    beside = beside, kept
+    if p.is_long:
+        gpu.barrier_wait(smem["q_loaded"].at[wg])
     step = functools.partial(_step, p, first_row + wg * ROWS, pipeline, found.first, found_numbers, mine, beside, smem)
     zeros = jnp.zeros((ROWS, p.head_dim), jnp.float32)
-    dq_sum = scores.sweep(found, p.band, bool(p.keys % p.config.block_k), step, zeros)
-    mine["out_smem"][...] = (dq_sum * p.scale).astype(p.dtype)
+    dq_sum = scores.sweep(found, p.band, bool(p.keys % p.config.block_k), step, zeros, p.is_long)
+    for_out[...] = (dq_sum * p.scale).astype(p.dtype)
     for i, x in enumerate(found_numbers):
         numbers[2 + i, wg] = x
     gpu.commit_smem()
-    gpu.copy_smem_to_gmem(mine["out_smem"], at(dq, p.layouts[0], batch, head, here))
+    gpu.copy_smem_to_gmem(for_out, at(dq, p.layouts[0], batch, head, here))
     for i, ref in enumerate(numbers_refs):
         gpu.copy_smem_to_gmem(numbers.at[2 + i, wg], ref.at[batch, head, here])
     pipeline.finish()
     gpu.wait_smem_to_gmem(0)
 
 
-_OWN = ("q_smem", "out_smem", "dout_smem")
+def _own(p: Problem) -> tuple[str, ...]:
+    """Names of the tiles that hold rows of one warpgroup."""
+    return ("q_smem", "dout_smem") if p.is_long else ("q_smem", "out_smem", "dout_smem")
 
 
 def _step(
@@ -111,7 +124,7 @@ def _step(
         (mine["q_smem"], _compat.transposed(keys)), (mine["dout_smem"], _compat.transposed(values))
     )
     wg, tail = jax.lax.axis_index("wg"), p.keys if p.keys % width else None
-    tile = Tile(p.sides, beside[0], smem, slot, wg, masked, p.band, first_row, block * width, tail, beside[1])
+    tile = Tile(p.sides, beside, smem, slot, wg, masked, p.band, first_row, block * width, tail)
     _, _, dz = gradient_tile.gradients(p, tile, products, dp, spread(numbers, products.shape, 0), False)
     dz = dz.astype(p.dtype)
     if p.sides.copies(1):

@@ -78,8 +78,14 @@ def all_if(condition: Any, found: Blocks, columns: int, width: int) -> Blocks:
     return Blocks(*(jnp.where(condition, x, y) for x, y in zip((0, 0, 0, whole), found, strict=True)))
 
 
-def sweep(found: Blocks, band: Band, has_tail: bool, step: Callable[..., Any], carry: Any) -> Any:
-    """``step(masked, block, carry)`` for every block that is visited, in order."""
+def sweep(found: Blocks, band: Band, has_tail: bool, step: Callable[..., Any], carry: Any, in_one: bool = False) -> Any:
+    """``step(masked, block, carry)`` for every block that is visited, in order.
+
+    `in_one`: one loop that masks wherever some block needs it. A carry that fills the registers is not handed over from
+    loop to loop without more of them.
+    """
+    if in_one and (band != Band(None, None) or has_tail):
+        return jax.lax.fori_loop(found.first, found.stop, functools.partial(step, True), carry)
     if band.lower is not None:
         carry = jax.lax.fori_loop(found.first, found.full, functools.partial(step, True), carry)
     carry = jax.lax.fori_loop(found.full, found.ragged, functools.partial(step, False), carry)
@@ -89,16 +95,29 @@ def sweep(found: Blocks, band: Band, has_tail: bool, step: Callable[..., Any], c
 
 
 def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, columns: int | None) -> Any:
-    """Which elements of a tile are in the band, and before the last column where `columns` is given; None: all."""
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first_row
-    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + first_column
-    conditions = []
-    if band.upper is not None:
-        conditions.append(column <= row + band.upper)
-    if band.lower is not None:
-        conditions.append(column >= row + band.lower)
+    """Which elements of a tile are in the band, and before the last column where `columns` is given; None: all.
+
+    Limits are one number a row, of which a compiler does not know that only `first_column` changes in a loop. It would
+    solve for it otherwise, and keep the result for each element and limit in a register. What is compared with the
+    limits is, of the column of an element, a constant of the program: what depends on the thread lies below 8.
+    """
+    rows = jax.lax.broadcasted_iota(jnp.int32, shape[:1], 0) + (first_row - first_column)
+    most = None if band.upper is None else rows + band.upper
     if columns is not None:
-        conditions.append(column < columns)
+        last = columns - 1 - first_column
+        most = jnp.full(shape[:1], last, jnp.int32) if most is None else jnp.minimum(most, last)
+    least = None if band.lower is None else rows + band.lower
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    low, high = column & 7, column & ~7
+
+    def limit(x: Any) -> Any:
+        return jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(x), shape, (0,)) - low
+
+    conditions = []
+    if most is not None:
+        conditions.append(high <= limit(most))
+    if least is not None:
+        conditions.append(high >= limit(least))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 

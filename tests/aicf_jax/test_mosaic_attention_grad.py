@@ -13,8 +13,8 @@ import pytest
 
 import aicf_jax
 from aicf_jax.kernels import mosaic_attention_grad
-from pallas_kernels import attention
-from pallas_kernels.attention import reference
+from pallas_kernels import _compat, _mosaic, attention
+from pallas_kernels.attention import BackwardConfig, reference
 from tests.aicf_jax import test_mosaic_attention as forward_tests
 
 KERNEL = mosaic_attention_grad.KERNEL
@@ -121,7 +121,7 @@ WANTED = {
     ),
     "padding that is a bias": ("key_bias",),
 }
-QUICK_BESIDE = ("flax, padding, a query that sees nothing", "t5")
+QUICK_BESIDE = ("t5",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
@@ -135,6 +135,31 @@ def test_gradients_with_arrays_beside_the_scores(name):
     told = {n for n in ("segments", "mask", "bias", "key_bias") if forward_tests.is_given(options[n])}
     assert told == given
     assert options.get("wanted", ()) == WANTED.get(name, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("f", "beside"),
+    [(forward_tests.jax_bias, forward_tests.NUMBERS), (forward_tests.flax_padded, forward_tests.TOKENS)],
+)
+def test_gradients_of_batches_that_are_mapped_and_share_what_is_beside_the_scores(f, beside):
+    args = [*forward_tests.normal(*[(3, *forward_tests.SMALL)] * 3), beside]
+    mapped = jax.vmap(f, (0, 0, 0, None))
+    backward = mock.Mock(side_effect=plain_backward)
+    kernels = [forward_tests.stand_in(), stand_in(backward)]
+    differ_little(gradients(aicf_jax.fuse(mapped, kernels=kernels, policy=forward_tests.PLAIN), *args), args, mapped)
+    assert backward.called
+
+
+@pytest.mark.slow
+def test_a_bias_that_is_also_the_keys_has_one_gradient():
+    def f(q, k, v):
+        x = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32) + k[:, :, :, 0][:, :, None].astype(jnp.float32)
+        return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(x).astype(v.dtype), v)
+
+    args = forward_tests.normal((1, 2, 24, 64), (1, 2, 40, 64), (1, 2, 40, 64))
+    kernels = [forward_tests.stand_in(), stand_in()]
+    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args), args, f)
 
 
 @pytest.mark.slow
@@ -227,3 +252,31 @@ def test_not_taken_where_hidden_scores_have_gradients_or_statistics_are_rounded(
     (fusion,) = report.fusions
     assert "mosaic_attention_grad" not in str(fusion.backward)
     assert fusion.kernel == "mosaic_attention"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flax, padding, a query that sees nothing", "t5"])
+def test_arrays_beside_the_scores_in_the_simulator(name):
+    """As operations call it, against the stand-in."""
+    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
+        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    f, beside, _ = BESIDE[name]
+    calls, told = [], []
+
+    def recorded(*args, **options):
+        arrays = {name: options.pop(name) for name in ("segments", "mask", "bias", "key_bias")}
+        told.append(options)
+        jax.debug.callback(lambda *x: calls.append(x), args, arrays)
+        return plain_backward(*args, **options, **arrays)
+
+    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
+    kernels = [forward_tests.stand_in(), stand_in(recorded)]
+    gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args)
+    jax.effects_barrier()
+    args, arrays = jax.tree.map(jnp.asarray, calls[-1])
+    options = {**told[-1], **arrays}
+    found = attention.backward(*args, **options, config=BackwardConfig(64, 64, 2), interpret=_mosaic.interpret())
+    for got, want in zip(found, plain_backward(*args, **options), strict=True):
+        got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+        assert np.max(np.abs(got - want)) <= 2.0**-6 * np.max(np.abs(want))
+    assert not _mosaic.races_found()

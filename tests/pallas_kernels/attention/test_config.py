@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import _mosaic
-from pallas_kernels.attention import ForwardConfig, forward
+from pallas_kernels.attention import BackwardConfig, ForwardConfig, forward
 from pallas_kernels.attention.config import default_forward, head_swizzle, is_head_dim
+from pallas_kernels.attention.gradient_problem import default_backward
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,13 @@ def test_a_configuration_that_cannot_run_cannot_be_built(options):
     (name,) = options
     with pytest.raises(ValueError, match=rf"ForwardConfig\({name}=...\): expected .*, found"):
         ForwardConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"block_k": 96}, {"block_q": 16}, {"stages": 1}])
+def test_nor_one_of_the_backward(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"BackwardConfig\({name}=...\): expected .*, found"):
+        BackwardConfig(**options)
 
 
 def test_turns_are_taken_by_two():
@@ -31,6 +39,15 @@ def test_defaults_fit_the_device(head_dim, per_score, per_key, ctas):
     assert config.smem_bytes(head_dim, per_score, per_key) <= _mosaic.HOPPER_SMEM_BYTES
     # Long heads leave room for one block only, beside blocks of a bias or sums in float32.
     assert config.stages >= 2 or head_dim > (176 if per_score > 1 else 240)
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_defaults_of_the_backward_fit_the_device(head_dim, is_plain):
+    config = default_backward(head_dim, is_plain)
+    assert config.smem_bytes(head_dim) <= _mosaic.HOPPER_SMEM_BYTES
+    # Two sums of whole rows are as many registers of a thread as a head is long.
+    assert config.split_sums == (head_dim > 128)
 
 
 @pytest.mark.parametrize(
