@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gpu_probe.property_map import PropertyMap
@@ -143,7 +144,9 @@ class _Reader:
         return found[1]
 
 
-def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable[str] = ()) -> Program:
+def schedule(
+    program: Program, hardware: Hardware | None = None, given: Mapping[str, int] = MappingProxyType({})
+) -> Program:
     """The program with the tile sizes that move the fewest bytes and fit.
 
     Minimizes dram bytes plus `step_bytes` for each round of an innermost loop and, where blocks are skipped, ``flops /
@@ -154,22 +157,28 @@ def schedule(program: Program, hardware: Hardware | None = None, whole: Iterable
     Args:
       program: any program that verifies; its own tile sizes do not matter.
       hardware: `Hardware.host()` by default.
-      whole: axes that stay whole although they are looped over, such as ones whose arrays are sharded.
+      given: tile sizes of axes that are not chosen for, such as whole ones whose arrays are sharded.
 
     Raises ScheduleError where not even the smallest tiles fit.
     """
-    return program.with_blocks(**dict(_blocks(program, hardware or Hardware.host(), frozenset(whole))))
+    return program.with_blocks(**dict(_blocks(program, hardware or Hardware.host(), tuple(sorted(given.items())))))
 
 
 @functools.lru_cache(maxsize=128)
-def _blocks(program: Program, hardware: Hardware, whole: frozenset[str]) -> tuple[tuple[str, int], ...]:
-    looped = [a for a in program.axes if a.name not in whole and any(a.name in ls for ls, _ in _loops(program))]
+def _blocks(program: Program, hardware: Hardware, given: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    known = dict(given)
+    looped = [a for a in program.axes if a.name not in known and any(a.name in ls for ls, _ in _loops(program))]
     names = [a.name for a in looped]
-    program = program.with_blocks(**{a.name: max(1, a.size) for a in program.axes if a.name not in names})
+    program = program.with_blocks(
+        **{a.name: known.get(a.name, max(1, a.size)) for a in program.axes if a.name not in names}
+    )
     batch = batch_axes(program)
     nests = {axis for nest in program.nests for axis in nest.axes}
     least = {a: max(hardware.smallest, hardware.smallest_rows if a in nests - _streamed(program) else 0) for a in names}
     sizes = _thinned([_sizes(a.size, 1 if a.name in batch else least[a.name]) for a in looped])
+    smallest = program.with_blocks(**{name: s[0] for name, s in zip(names, sizes, strict=True)})
+    if peak_bytes(smallest) > hardware.cache_bytes:
+        raise ScheduleError(_refusal(smallest, names, hardware))
     words = words_of(program)
 
     def rank(blocks: tuple[int, ...]) -> tuple[Any, ...]:
@@ -189,8 +198,7 @@ def _blocks(program: Program, hardware: Hardware, whole: frozenset[str]) -> tupl
         candidate = program.with_blocks(**dict(zip(names, blocks, strict=True)))
         if peak_bytes(candidate) <= hardware.cache_bytes:
             return tuple((a.name, a.block) for a in candidate.axes)
-    smallest = program.with_blocks(**{name: s[0] for name, s in zip(names, sizes, strict=True)})
-    raise ScheduleError(_refusal(smallest, names, hardware))
+    raise AssertionError("the smallest tiles fit")
 
 
 def batch_axes(program: Program) -> set[str]:

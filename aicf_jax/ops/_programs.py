@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 import mcir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
@@ -86,27 +88,48 @@ def _described(properties: PropertyMap) -> Hardware:
 
 
 def scheduled(program: mcir.Program, machine: Hardware) -> mcir.Program:
-    """Tiles for a machine. Batch axes stay whole: their arrays may be sharded along them.
+    """Tiles for a machine.
 
-    All tiles together should take half of the cache; rows that fill all cores are worth the rest of it, and, like tiles
-    whose products run on all cores at all, more than it has: to pass them through memory takes less time than one core
-    takes for the products, as long as they are no more than `_OVERFLOW_BYTES`. Where not even the smallest tiles fit in
-    that, for very many heads, they are taken all the same: what matters then is that nothing grows with the square of
-    the length.
+    All tiles together should take half of the cache, and where they do not, batches are walked one after the other,
+    heads last; they stay whole where there are several devices, since arrays may be sharded along them. Half of
+    16 MiB may be taken in any case: to pass tiles through memory takes less time than one core takes for products that
+    are too small for all of them. The same is worth the rest of the cache, then smaller tiles. Where not even the
+    smallest fit, for very many heads, they are taken all the same: what matters then is that nothing grows with the
+    square of the length.
     """
-    whole = batch_axes(program)
     least, rows, cache = machine.smallest, machine.smallest_rows, machine.cache_bytes
     beyond = max(cache, _OVERFLOW_BYTES)
-    choices = [(least, rows, size) for size in (cache // 2, cache, beyond // 2, beyond)]
-    choices += [(smallest, 0, size) for smallest in (least, 128, 64, 16) for size in (cache, beyond)]
-    for smallest, smallest_rows, size in dict.fromkeys(choices):
+    whole, *parts = _batches(program)
+    choices = [(given, least, rows, beyond // 2) for given in (whole, *parts)]
+    choices += [(whole, least, rows, beyond)]
+    choices += [(whole, smallest, 0, size) for smallest in (least, 128, 64, 16) for size in (cache, beyond)]
+    for given, smallest, smallest_rows, size in choices:
         limits = {"smallest": smallest, "smallest_rows": smallest_rows, "cache_bytes": size}
         try:
-            return schedule(program, dataclasses.replace(machine, **limits), whole)
+            return schedule(program, dataclasses.replace(machine, **limits), given)
         except ScheduleError:
             continue
-    looped = {a for loops, _ in program.statements() for a in loops} - whole
+    looped = {a for loops, _ in program.statements() for a in loops} - set(whole)
     return program.with_blocks(**{a.name: min(16, a.size) for a in program.axes if a.name in looped})
+
+
+def _batches(program: mcir.Program) -> list[dict[str, int]]:
+    """Tile sizes of batch axes: all whole, then less and less of them, the first axis first."""
+    batch = batch_axes(program)
+    sizes = {a.name: a.size for a in program.axes if a.name in batch}
+    found = [dict(sizes)]
+    for name, size in sizes.items() if _is_one_device() else ():
+        for n in reversed(range(max(0, size - 1).bit_length())):
+            sizes[name] = 2**n
+            found.append(dict(sizes))
+    return found
+
+
+def _is_one_device() -> bool:
+    try:
+        return jax.device_count("cpu") == 1
+    except RuntimeError:  # a process without that platform, which asks what would run on it
+        return True
 
 
 def cache_bytes(op: FusedOp) -> int:

@@ -10,6 +10,7 @@ import aicf_jax
 import mcir
 from aicf_jax import Policy, hardware
 from aicf_jax.hardware import Need
+from aicf_jax.ops import _programs
 from gpu_probe import Property, PropertyMap
 
 
@@ -78,15 +79,23 @@ class TestTiles:
         assert found[64].peak_bytes() <= 64 * 2**20
 
     def test_a_small_cache_does_not_put_products_on_one_core(self):
-        """Tiles of products that all cores share overflow it, up to 16 MiB; beyond that they get smaller."""
-        few, many = (
-            mcir.parse(fusion(attention, shapes(2048, heads), target="cpu", hardware=of(l3__size=(1, "MiB"))).program)
-            for heads in (8, 64)
-        )
-        assert few.axis("i").block == 512 and few.axis("j").block >= 256
-        assert 2**20 < few.peak_bytes() <= 2**24 and many.peak_bytes() <= 2**24
+        """Tiles of products that all cores share overflow it, up to 8 MiB."""
+        program = mcir.parse(fusion(attention, shapes(2048), target="cpu", hardware=of(l3__size=(1, "MiB"))).program)
+        assert program.axis("i").block == 512 and program.axis("j").block >= 256
+        assert 2**20 < program.peak_bytes() <= 2**23
 
-    @pytest.mark.slow
+    @pytest.mark.parametrize("is_one", [True, False])
+    def test_batches_are_walked_where_there_is_one_device(self, is_one, monkeypatch):
+        """Over several devices arrays may be split along them."""
+        monkeypatch.setattr(_programs, "_is_one_device", lambda: is_one)
+        aicf_jax.clear_caches()
+        args = [jax.ShapeDtypeStruct((3, 1024, 8, 64), "float32")] * 3
+        program = mcir.parse(fusion(attention, args, target="cpu", hardware=of(l3__size=(16, "MiB"))).program)
+        aicf_jax.clear_caches()
+        batches, heads = (program.axis(a).block for a in "bh")
+        assert (batches, heads) == ((1, 8) if is_one else (3, 8))
+        assert program.peak_bytes() <= (2**23 if is_one else 2**24)
+
     def test_without_a_map_are_those_of_the_host(self):
         plain = fusion(attention, shapes(2048), target="cpu")
         assert plain.hardware == ""
