@@ -134,7 +134,7 @@ def _step(
     pairs = []
     if "dk" in of:
         delta = jax.lax.broadcast_in_dim(smem["delta_smem"][slot], shape, (1,))
-        pairs.append((scores.gradient(weights, *dp, delta, slope).astype(p.dtype), q))
+        pairs.append((scores.gradient(weights, dp[0], delta, slope).astype(p.dtype), q))
     if "dv" in of:
         pairs.append((weights.astype(p.dtype), dout))
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
