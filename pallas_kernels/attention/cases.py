@@ -228,6 +228,7 @@ COMPILED: Mapping[str, Case] = {
     "heads first": dataclasses.replace(_CAUSAL, layouts=_HEADS_FIRST),
     "shared heads, window, D 64": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255),
     "shared heads, window, softcap, ragged, D 128": Case(2, 1000, 1000, 16, 4, 128, lower=-255, upper=0, softcap=50.0),
+    "full, ragged, D 64": Case(2, 1000, 1000, 16, 16),
     "to the last key, D 128": Case(1, 512, 4096, 16, 16, 128, upper=3584),
     "causal, D 256": dataclasses.replace(_CAUSAL, head_dim=256),
     "causal, D 32": dataclasses.replace(_CAUSAL, head_dim=32),

@@ -143,6 +143,7 @@ COMPILED: Mapping[str, Case] = {
     "shared heads, window, D 64": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255),
     "shared heads, window, D 128": dataclasses.replace(_CAUSAL, kv_heads=4, lower=-255, head_dim=128),
     "shared heads, window, softcap, ragged, D 64": _capped(64),
+    "full, ragged, D 64": Case(2, 1000, 1000, 16, 16),
     "to the last key, D 128": Case(1, 512, 4096, 16, 16, 128, upper=3584),
     "shared heads, window, softcap, ragged, D 128": _capped(128),
     "causal, D 32": dataclasses.replace(_CAUSAL, head_dim=32),

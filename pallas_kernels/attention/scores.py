@@ -104,8 +104,8 @@ def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, 
     rows = jax.lax.broadcasted_iota(jnp.int32, shape[:1], 0) + (first_row - first_column)
     most = None if band.upper is None else rows + band.upper
     if columns is not None:
-        last = columns - 1 - first_column
-        most = jnp.full(shape[:1], last, jnp.int32) if most is None else jnp.minimum(most, last)
+        # A number a row also where the last column alone is a limit: Mosaic searches long for where to keep a constant.
+        most = jnp.minimum(rows + columns if most is None else most, columns - 1 - first_column)
     least = None if band.lower is None else rows + band.lower
     column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     low, high = column & 7, column & ~7

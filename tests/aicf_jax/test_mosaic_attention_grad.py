@@ -192,7 +192,17 @@ def test_under_vmap_the_kernel_is_taken_where_all_is_batched_and_left_where_not(
         assert np.allclose(*(np.asarray(y, np.float32) for y in (x, jnp.stack([o[k] for o in one]))), atol=0.05)
 
 
-TAKEN = ("jax.nn", "jax.nn, shared heads", "flax", "window", "softcap", "heads of 128", "matrices")
+TAKEN = (
+    "jax.nn",
+    "jax.nn, shared heads",
+    "flax",
+    "window",
+    "softcap",
+    "heads of 80",
+    "heads of 128",
+    "heads of 256",
+    "matrices",
+)
 
 
 @pytest.mark.parametrize("name", [n if n in TAKEN[:1] else pytest.param(n, marks=pytest.mark.slow) for n in TAKEN])

@@ -75,7 +75,7 @@ def programs():
 
 @pytest.fixture(scope="module")
 def reports():
-    return aot.compile_all("h200", programs())
+    return aot.compile_all("h200", programs(), timeout_s=1200)
 
 
 @pytest.mark.parametrize("name", [*COMPILED, *SPILLING])
