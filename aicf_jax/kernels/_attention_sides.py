@@ -209,6 +209,14 @@ def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
     return bool(_made_of(op, _split(v)[0]) & set(wanted))
 
 
+def bytes_of_score(v: Variant) -> int:
+    """What kernels read for each score, dropout too."""
+    tiles, _ = _split(v)
+    of_bias = jnp.dtype(tiles[0].side.dtype).itemsize if len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES else 4
+    is_masked = any(isinstance(m, Mask) and len(_last(v, m.side)) == 2 for m in v.masks)
+    return is_masked + (of_bias if tiles else 0) + (v.dropout is not None)
+
+
 def moved_bytes(op: FusedOp, v: Variant) -> int:
     """What is moved beside reading the operation's arguments once: arrays of queries x keys that are made first."""
     masks, biases = _tile_bytes(op, v)

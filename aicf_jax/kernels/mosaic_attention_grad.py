@@ -28,8 +28,19 @@ def _library() -> Any:
 def _fits(v: Variant) -> bool:
     if v.passes or not _attention_sides.fills_low(v):
         return False
+    if not takes_heads(v) or not _fits_in_memory(v):
+        return False
     # Statistics that come back from the program's units are off by a rounding, which beside a fill is not little.
-    return takes_heads(v) and (v.base == 1.0 or (v.fill is None and not v.biases))
+    return v.base == 1.0 or (v.fill is None and not v.biases)
+
+
+def _fits_in_memory(v: Variant) -> bool:
+    """Whether there is shared memory for tiles of what is beside the scores, dropout read."""
+    from pallas_kernels._mosaic import HOPPER_SMEM_BYTES
+    from pallas_kernels.attention.gradient_problem import default_backward
+
+    of_tiles = v.size(v.roles.depth), _attention_sides.bytes_of_score(v), 4 * len(v.masks) + 4
+    return default_backward(of_tiles[0], False, *of_tiles[1:]).smem_bytes(*of_tiles) <= HOPPER_SMEM_BYTES
 
 
 def _bytes(op: FusedOp) -> int:
@@ -55,7 +66,8 @@ KERNEL = Kernel(
     ("cuda",),
     gradient_capabilities(
         f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, masks, segment ids and "
-        "biases made without Q and K, whose fill nothing is added to, and dropout of the weights",
+        "biases made without Q and K, whose fill nothing is added to, and dropout of the weights, all of it small "
+        "enough for shared memory",
         _fits,
         "masks",
         "biases",

@@ -18,12 +18,10 @@ class Fill:
     Attributes:
       value: the number the softmax sees.
       added: whether the score was added to it.
-      under_bias: whether a bias was added to it.
     """
 
     value: float
     added: bool
-    under_bias: bool
 
 
 def through_casts(graph: Any, v: int, stop: int = -1) -> int:
@@ -50,10 +48,13 @@ class Scores:
         self.fills: list[Fill] = []
         self.biases: list[tuple[int, float]] = []
         self.q = self.k = self.dot = -1
+        self._sums: list[tuple[int, float, float]] = []
 
     def read(self, v: int) -> None:
         while self.dot < 0:
             v = self._next(through_casts(self.graph, v))
+        for select, factor, of_scores in self._sums:
+            self._add_mask(select, factor, of_scores)
 
     def _next(self, v: int) -> int:
         """What a value is computed from."""
@@ -103,7 +104,12 @@ class Scores:
         predicate, *cases = value.args
         for hidden, rest, seen in ((0, 1, True), (1, 0, False)):
             if (fill := number(self.graph, cases[hidden])) is not None:
-                self._hides(fill, value.dtype, added=False)
+                if self.softcap is not None:
+                    raise Unidentified(f"a mask that fills with {fill:g}")
+                self._hides(fill, value.dtype, self.factor, added=False)
+                if (self.biases or self._sums) and fill != -math.inf:
+                    # A row that sees nothing shows the bias, which may be as low as the fill.
+                    raise Unidentified("a bias that is added to a fill")
                 self.masks.append((predicate, seen))
                 return cases[rest]
         raise Unidentified("a choice between scores")
@@ -134,24 +140,39 @@ class Scores:
             self._terms(value.args[0], factor * known)
         elif value.op == "mul" and (known := number(self.graph, value.args[0])):
             self._terms(value.args[1], factor * known)
-        elif not self._adds_mask(value, factor):
+        elif self._added_fill(value) is not None:
+            self._sums.append((v, factor, self.factor))
+        else:
             self.biases.append((v, factor))
 
-    def _adds_mask(self, value: Any, factor: float) -> bool:
-        """Whether it is 0 where a key is seen and very low elsewhere."""
+    def _added_fill(self, value: Any) -> tuple[float, bool] | None:
+        """``(fill, seen)`` of what is 0 where a predicate is `seen` and a number elsewhere; None: it is not."""
         if value.op != "select_n" or len(value.args) != 3:
-            return False
+            return None
         cases = [number(self.graph, a) for a in value.args[1:]]
         if None in cases or 0 not in cases:
-            return False
+            return None
         seen = cases[1] == 0
         fill = cases[0 if seen else 1]
-        assert fill is not None
-        if factor != self.factor:
+        return None if fill is None else (fill, seen)
+
+    def _add_mask(self, v: int, factor: float, of_scores: float) -> None:
+        """What is 0 or very low, as a mask where a hidden score is the fill itself, else as one more bias.
+
+        `of_scores`: the factor of what it was added to. Of a score beside a fill of float16 something is left, and of a
+        bias that is as low as the fill.
+        """
+        value = self.graph.values[v]
+        found = self._added_fill(value)
+        assert found is not None
+        fill, seen = found
+        if factor != of_scores:
             raise Unidentified("a mask that is subtracted")
-        self._hides(fill, value.dtype, added=True)
+        if fill != -math.inf and (self.biases or value.dtype == "float16"):
+            self.biases.append((v, factor))
+            return
+        self._hides(fill, value.dtype, of_scores, added=True)
         self.masks.append((value.args[0], seen))
-        return True
 
     def _has_product(self, v: int) -> bool:
         todo, seen = [v], {v}
@@ -164,9 +185,9 @@ class Scores:
             todo += new
         return False
 
-    def _hides(self, fill: float, dtype: str, added: bool) -> None:
+    def _hides(self, fill: float, dtype: str, factor: float, added: bool) -> None:
         """Scores that are not seen must be so low that their exponential is 0 beside any other."""
         lowest = float(jnp.finfo(jnp.dtype(dtype)).min)
-        if self.softcap is not None or not self.factor * fill <= max(lowest / 2, -1e30):
+        if not factor * fill <= max(lowest / 2, -1e30):
             raise Unidentified(f"a mask that fills with {fill:g}")
-        self.fills.append(Fill(self.factor * fill, added, bool(self.biases)))
+        self.fills.append(Fill(factor * fill, added))

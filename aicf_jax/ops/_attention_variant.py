@@ -58,8 +58,7 @@ class Variant:
       masks: conditions that a key has to meet besides, from arrays.
       biases: arrays that are added to X.
       fill: what X is where a key is hidden, if a row may have nothing else; None: -inf, or each row sees a key.
-      passes: whether the hidden scores of a row that has nothing else, or their biases, have gradients: something was
-        added to the fill.
+      passes: whether the hidden scores of a row that has nothing else have gradients: they were added to the fill.
       dropout: what the weights are multiplied by behind the softmax; None: nothing.
       rows: the statistics of the rows, laid out like X without the keys.
     """
@@ -211,8 +210,7 @@ def _fill(scores: Scores) -> float | None:
 
 
 def _passes(scores: Scores, masks: Sequence[Any], fill: float | None) -> bool:
-    added, under = (any(getattr(f, name) for f in scores.fills) for name in ("added", "under_bias"))
-    return bool(masks and added) or (fill is not None and (added or under))
+    return any(f.added for f in scores.fills) and (bool(masks) or fill is not None)
 
 
 def _values(graph: Any, out: int, p: int) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _mosaic
 from pallas_kernels._arguments import expect
 from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
@@ -113,6 +114,9 @@ def backward(
     per_column = max(by_queries.per_column, by_keys.per_column)
     is_drawn = isinstance(keep, Bernoulli)
     config = config or default_backward(of.depth, softcap is None, by_queries.per_score, per_column, is_drawn)
+    taken = config.smem_bytes(of.depth, by_queries.per_score, per_column)
+    fits = interpret is not None or taken <= _mosaic.HOPPER_SMEM_BYTES
+    expect("backward", "config", fits, f"at most {_mosaic.HOPPER_SMEM_BYTES} bytes of shared memory", taken)
     p = Problem(
         *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
         by_queries, by_keys, "key_bias" in wanted,

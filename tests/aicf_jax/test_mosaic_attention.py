@@ -167,6 +167,14 @@ NOT_TAKEN = {
         lambda q, k, v, m: weighted(scores(q, k) + jnp.where(m, 0.0, LOWEST) + jnp.where(tril(S), 0.0, LOWEST), v),
         (Q, Q, Q, MASK), "different numbers",
     ),
+    "bias added to a fill": (
+        lambda q, k, v, b: weighted(jnp.where(tril(S), scores(q, k), LOWEST) + b, v), (Q, Q, Q, BIAS),
+        "added to a fill",
+    ),
+    "scale that is too large": (lambda q, k, v: weighted(scores(q, k) * 1e8, v), (Q, Q, Q), "scale 1.25e+07"),
+    "softcap that is too large": (
+        lambda q, k, v: weighted(2e6 * jnp.tanh(scores(q, k) / 2e6), v), (Q, Q, Q), "softcap 2e+06",
+    ),
     "negative scale": (lambda q, k, v: weighted(-scores(q, k), v), (Q, Q, Q), "not positive"),
     "heads of 72": (masked(tril), (struct(B, S, H, 72),) * 3, "heads of 72"),
     "values of another length": (masked(tril), (Q, Q, struct(B, S, H, 128)), "heads of 64"),
@@ -318,6 +326,12 @@ BESIDE = {
     ),
     "t5": (t5, [NUMBERS, TOKENS.at[:, 0].set(1)], {"bias", "key_bias"}),
     "alibi": (alibi, [jnp.asarray([0.5, 0.25, 0.125, 0.0625])], {"bias"}),
+    # A query of padding sees what the sum leaves of the bias beside the fill.
+    "mask added beside a bias that is as low": (
+        lambda q, k, v, m, b: weighted(scores(q, k) + (jnp.where(m, 0.0, LOWEST) + b), v),
+        [TRUTH.at[:, :, 3].set(False), jnp.where(TOKENS > 0, 0.0, LOWEST)[:, None, None]],
+        {"bias", "key_bias"},
+    ),
 }
 VALUES = {
     "shared heads": (jax_causal, [SMALL, (2, 24, 2, 64), (2, 24, 2, 64)]),

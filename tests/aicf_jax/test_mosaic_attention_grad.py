@@ -237,11 +237,6 @@ def added_in_place(q, k, v, tokens):
     return forward_tests.weighted(forward_tests.scores(q, k) + mask, v)
 
 
-def under_a_bias(q, k, v, bias):
-    x = jnp.where(forward_tests.tril(S), forward_tests.scores(q, k), LOWEST)
-    return forward_tests.weighted(x + bias, v)
-
-
 def filled_powers_of_two(q, k, v, tokens):
     x = jnp.where((tokens > 0)[:, None, None], forward_tests.scores(q, k), LOWEST)
     e = jnp.exp2(x - x.max(-1, keepdims=True))
@@ -250,7 +245,6 @@ def filled_powers_of_two(q, k, v, tokens):
 
 BESIDE_NOT_TAKEN = {
     "a fill that is added to scores": (added_in_place, TOKENS),
-    "a bias that is added to a fill": (under_a_bias, BIAS),
     "a fill in powers of two": (filled_powers_of_two, TOKENS),
 }
 
@@ -262,6 +256,17 @@ def test_not_taken_where_hidden_scores_have_gradients_or_statistics_are_rounded(
     (fusion,) = report.fusions
     assert "mosaic_attention_grad" not in str(fusion.backward)
     assert fusion.kernel == "mosaic_attention"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "is_taken"), [("float32", False), ("bfloat16", True)])
+def test_not_taken_where_a_bias_of_long_heads_does_not_fit_in_shared_memory(dtype, is_taken):
+    x = forward_tests.struct(1, S, H, 256)
+    (fusion,) = aicf_jax.explain(
+        forward_tests.jax_bias, x, x, x, forward_tests.struct(1, H, S, S, dtype=dtype), policy=H200
+    ).fusions
+    assert fusion.kernel == "mosaic_attention"
+    assert ("mosaic_attention_grad" in str(fusion.backward)) == is_taken
 
 
 @pytest.mark.slow

@@ -49,3 +49,12 @@ ROWS = jnp.zeros((2, 4, 48), jnp.float32)
 def test_backward_refuses_by_name(name, options):
     with pytest.raises(ValueError, match=rf"backward\({name}=...\): expected .*, found"):
         backward(Q, K, K, Q, ROWS, ROWS, Q, **options)
+
+
+def test_backward_refuses_more_beside_the_scores_than_there_is_shared_memory_for():
+    x = jnp.zeros((1, 48, 1, 256), jnp.bfloat16)
+    rows, bias = jnp.zeros((1, 1, 48)), jnp.zeros((1, 1, 48, 48))
+    with pytest.raises(
+        ValueError, match=r"backward\(config=...\): expected at most 232448 bytes of shared memory, found"
+    ):
+        backward(x, x, x, x, rows, rows, x, bias=bias)
