@@ -166,6 +166,13 @@ COMPILED: Mapping[str, Case] = {
     "narrow bias and mask, D 64": dataclasses.replace(
         _CAUSAL, bias="1hst", bias_dtype="bfloat16", mask="b1st", upper=None
     ),
+    "dropout drawn, causal, D 64": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True),
+    "dropout drawn, causal, D 128": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True, head_dim=128),
+    "dropout drawn, full, D 128": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True, upper=None, head_dim=128),
+    "dropout from an array, D 64": dataclasses.replace(_CAUSAL, keep="11st"),
+    "dropout from an array, mask, D 128": dataclasses.replace(
+        _CAUSAL, keep="bhst", mask="b1st", upper=None, head_dim=128
+    ),
     "bias of keys, D 128": dataclasses.replace(_CAUSAL, key_bias=True, upper=None, head_dim=128),
 }
 
