@@ -26,8 +26,8 @@ class Beside:
     """Attention in bfloat16 with a scale of ``1 / sqrt(D)``; causal up to the last key.
 
     `beside`: some of ``"padding"`` (of the last quarter of the keys on average), ``"segments"`` (eight, side by side),
-    ``"mask"`` (of each batch, half of it), ``"bias"`` (float32, of each head), ``"dropout"`` (of a tenth of the weights,
-    drawn in the kernel) and ``"shared dropout"`` (of an array that all batches and heads share).
+    ``"mask"`` (of each batch, half of it), ``"bias"`` (float32, of each head), ``"dropout"`` (of a tenth of the
+    weights, drawn in the kernel) and ``"shared dropout"`` (from an array that all batches and heads share).
     """
 
     batch: int
