@@ -160,12 +160,16 @@ def gradient_bytes(op: FusedOp, v: Variant) -> int:
     return moved_bytes(op, v) + 3 * (masks + biases)
 
 
+def bias_width(v: Variant) -> int:
+    """Bytes of a number of the bias of queries x keys, as kernels read it; 0: there is none."""
+    tiles, _ = _split(v)
+    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
+    return jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4 * bool(tiles)
+
+
 def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
     """Of the mask and of the bias of queries x keys, as kernels read them."""
     masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
-    tiles, _ = _split(v)
-    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
-    sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
-    sides = masks, [b.side for b in tiles]
-    first, second = (n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True))
+    sides = (1, masks), (bias_width(v), [b.side for b in _split(v)[0]])
+    first, second = (width * v.size(*{a for s in found for a in s.axes}) if found else 0 for width, found in sides)
     return first, second

@@ -18,6 +18,9 @@ from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 
+#: The longest head beside which there is room for a bias in float32.
+_LONGEST_BESIDE_WIDE = 224
+
 
 def _library() -> Any:
     from pallas_kernels import attention
@@ -27,6 +30,8 @@ def _library() -> Any:
 
 def _fits(v: Variant) -> bool:
     if v.passes or not _attention_sides.fills_low(v):
+        return False
+    if v.size(v.roles.depth) > _LONGEST_BESIDE_WIDE and _attention_sides.bias_width(v) > 2:
         return False
     # Statistics that come back from the program's units are off by a rounding, which beside a fill is not little.
     return takes_heads(v) and (v.base == 1.0 or (v.fill is None and not v.biases))
@@ -55,7 +60,7 @@ KERNEL = Kernel(
     ("cuda",),
     gradient_capabilities(
         f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, and masks, segment ids "
-        "and biases made without Q and K, whose fill nothing is added to",
+        "and biases made without Q and K, whose fill nothing is added to; biases in float32 for heads up to 224",
         _fits,
         "masks",
         "biases",

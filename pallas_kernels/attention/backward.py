@@ -34,7 +34,14 @@ from pallas_kernels._padding import cut, padded
 from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradient
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
 from pallas_kernels.attention.config import HEADS, is_head_dim
-from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
+from pallas_kernels.attention.gradient_problem import (
+    ATOM_ROWS,
+    CTA_ROWS,
+    LONGEST_BESIDE_WIDE,
+    BackwardConfig,
+    Problem,
+    default_backward,
+)
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides
 
@@ -79,7 +86,7 @@ def backward(
       softcap: likewise.
       segments: likewise.
       mask: likewise.
-      bias: likewise.
+      bias: likewise; 16 bits where heads are longer than 224.
       bias_factor: likewise.
       key_bias: likewise.
       fill: likewise.
@@ -99,6 +106,8 @@ def backward(
     for name in wanted:
         there = {"bias": bias, "key_bias": key_bias}.get(name)
         expect("backward", "wanted", there is not None, "names of biases that are given", wanted)
+    is_short = of.depth <= LONGEST_BESIDE_WIDE or bias is None or bias.dtype.itemsize == 2
+    expect("backward", "bias", is_short, f"16 bits beside heads longer than {LONGEST_BESIDE_WIDE}", of.depth)
     by_queries, by_keys = (arrays.described(bias_factor, fill, turned) for turned in (False, True))
     if not by_queries.has_arrays:
         by_queries = by_keys = Sides()  # limits leave each query a key, and beside one the fill is nothing

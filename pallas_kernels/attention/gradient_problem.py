@@ -31,6 +31,9 @@ ATOM_ROWS = 8
 #: shared memory at once.
 LONGEST_WHOLE = 128
 
+#: The longest head beside whose rows there is room in shared memory for tiles of a bias in float32.
+LONGEST_BESIDE_WIDE = 224
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
