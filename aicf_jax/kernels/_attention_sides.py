@@ -191,16 +191,23 @@ def gradient_bytes(op: FusedOp, v: Variant) -> int:
     return moved_bytes(op, v) + 3 * (masks + biases)
 
 
+def bias_width(v: Variant) -> int:
+    """Bytes of a number of the bias of queries x keys, as kernels read it; 0: there is none."""
+    tiles, _ = _split(v)
+    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
+    return jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4 * bool(tiles)
+
+
+def tile_width(v: Variant) -> int:
+    """Bytes that a kernel reads for each score, at most."""
+    has_mask = any(isinstance(m, Mask) and len(_last(v, m.side)) == 2 for m in v.masks)
+    return bias_width(v) + has_mask + (v.dropout is not None)
+
+
 def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
     """Of truth values, and of the bias of queries x keys, as kernels read them."""
     keeps = [] if v.dropout is None or _drawn(op, v) is not None else [k.side for k in v.dropout.keeps]
     masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
-    tiles, _ = _split(v)
-    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
-    sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
-    sides = masks, [b.side for b in tiles], keeps
-    sizes = *sizes, 1
-    first, second, third = (
-        n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True)
-    )
-    return first + third, second
+    sides = (1, masks), (bias_width(v), [b.side for b in _split(v)[0]]), (1, keeps)
+    masked, biased, kept = (n * v.size(*{a for s in found for a in s.axes}) if found else 0 for n, found in sides)
+    return masked + kept, biased

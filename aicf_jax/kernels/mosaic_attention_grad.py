@@ -18,6 +18,9 @@ from aicf_jax.kernels._kernel import Kernel
 from aicf_jax.ops import FusedOp, nbytes
 from aicf_jax.ops._attention_variant import Array, Variant, variant
 
+#: The longest head beside which there is room for more than so many bytes for each score.
+_LONGEST_BESIDE_WIDE, _NARROW_BESIDE = 224, 3
+
 
 def _library() -> Any:
     from pallas_kernels import attention
@@ -27,6 +30,8 @@ def _library() -> Any:
 
 def _fits(v: Variant) -> bool:
     if v.passes or not _attention_sides.fills_low(v):
+        return False
+    if v.size(v.roles.depth) > _LONGEST_BESIDE_WIDE and _attention_sides.tile_width(v) > _NARROW_BESIDE:
         return False
     # Statistics that come back from the program's units are off by a rounding, which beside a fill is not little.
     return takes_heads(v) and (v.base == 1.0 or (v.fill is None and not v.biases))
@@ -55,7 +60,8 @@ KERNEL = Kernel(
     ("cuda",),
     gradient_capabilities(
         f"{HEADS}, with no more than scale, softcap, limits on the distance of query and key, masks, segment ids and "
-        "biases made without Q and K, whose fill nothing is added to, and dropout of the weights",
+        "biases made without Q and K, whose fill nothing is added to, and dropout of the weights; beside each score of "
+        "heads longer than 224 at most 3 bytes",
         _fits,
         "masks",
         "biases",

@@ -37,7 +37,15 @@ from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradi
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
 from pallas_kernels.attention.config import HEADS, is_head_dim
 from pallas_kernels.attention.dropout import Bernoulli
-from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
+from pallas_kernels.attention.gradient_problem import (
+    ATOM_ROWS,
+    CTA_ROWS,
+    LONGEST_BESIDE_WIDE,
+    NARROW_BESIDE,
+    BackwardConfig,
+    Problem,
+    default_backward,
+)
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides, named
 
@@ -84,7 +92,7 @@ def backward(
       softcap: likewise.
       segments: likewise.
       mask: likewise.
-      bias: likewise.
+      bias: likewise; 16 bits where heads are longer than 224.
       bias_factor: likewise.
       key_bias: likewise.
       fill: likewise.
@@ -106,7 +114,12 @@ def backward(
     for name in wanted:
         there = {"bias": bias, "key_bias": key_bias}.get(name)
         expect("backward", "wanted", there is not None, "names of biases that are given", wanted)
+    is_short = of.depth <= LONGEST_BESIDE_WIDE or bias is None or bias.dtype.itemsize == 2
+    expect("backward", "bias", is_short, f"16 bits beside heads longer than {LONGEST_BESIDE_WIDE}", of.depth)
     by_queries, by_keys = (arrays.described(bias_factor, fill, keep_factor, turned) for turned in (False, True))
+    is_short = of.depth <= LONGEST_BESIDE_WIDE or by_queries.per_score <= NARROW_BESIDE
+    expected = f"{NARROW_BESIDE} bytes beside each score of heads longer than {LONGEST_BESIDE_WIDE}, at most"
+    expect("backward", "keep", is_short, expected, by_queries.per_score)
     if not by_queries.has_arrays:
         # Limits leave each query a key, and beside one the fill is nothing.
         by_queries = by_keys = Sides(keep=by_queries.keep)

@@ -26,11 +26,17 @@ _ROWS = ROWS * WARPGROUPS
 
 def call(p: Problem, interpret: Any, bias: Any) -> Any:
     """``(q, k, v, dout, *numbers, *beside) -> dbias``; lengths padded, of `bias` to whole atoms, as it is read."""
-    assert p.sides.bias is not None
     tiles = -(-p.queries // _ROWS) * -(-p.keys // _width(p))
-    grid = p.sides.bias[1], tiles, p.sides.bias[0]
+    batches, heads = _owned(p)
+    grid = heads, tiles, batches
     out_type = [jax.ShapeDtypeStruct(bias.shape, bias.dtype)]
     return kernel(p, "attention_dbias", functools.partial(_body, p), grid, out_type, interpret)
+
+
+def _owned(p: Problem) -> tuple[int, int]:
+    """Batches and heads that the bias has."""
+    assert p.sides.bias is not None
+    return p.sides.bias
 
 
 def _width(p: Problem) -> int:
@@ -103,7 +109,8 @@ def _tile(p: Problem, refs: Any, **smem: Any) -> None:
 
     found = scores.blocks(p.band, first_row, jnp.minimum(first_row + _ROWS, p.queries) - 1, p.keys, width, True)
     is_seen = (found.first <= key_block) & (key_block < found.stop)
-    members = jnp.where(is_seen, (p.batch // p.sides.bias[0]) * (p.heads // p.sides.bias[1]), 0)
+    batches, heads = _owned(p)
+    members = jnp.where(is_seen, (p.batch // batches) * (p.heads // heads), 0)
     pipeline = Pipeline(_stages(p), members, load, smem["loaded"], smem["used"])
     pipeline.start()
     here = pl.ds(first_row + wg * ROWS, ROWS)
@@ -126,7 +133,7 @@ def _tile(p: Problem, refs: Any, **smem: Any) -> None:
 
 def _member(p: Problem, batch: Any, head: Any, step: Any) -> tuple[Any, Any]:
     """Batch and head of a step, of those that share the tile."""
-    heads = jnp.int32(p.heads // p.sides.bias[1])
+    heads = jnp.int32(p.heads // _owned(p)[1])
     return batch + jax.lax.div(step, heads), head + jax.lax.rem(step, heads)
 
 

@@ -102,7 +102,7 @@ SLOW: Mapping[str, Case] = {
     ),
     "bias, mask, shared heads, heads of 192": Case(1, 72, 72, 2, 1, 192, bias="11st", mask="b1st", fill=_LOWEST),
     "bias, padding, causal, heads of 256": Case(
-        1, 72, 72, head_dim=256, bias="1hst", key_bias=True, padding=True, fill=_LOWEST, upper=0
+        1, 72, 72, head_dim=256, bias="1hst", bias_dtype="bfloat16", key_bias=True, padding=True, fill=_LOWEST, upper=0
     ),
     "heads of 16, causal, shared": Case(1, 300, 300, 4, 2, 16, upper=0),
     "heads of 32, softcap": Case(1, 72, 136, head_dim=32, softcap=5.0),

@@ -31,6 +31,12 @@ ATOM_ROWS = 8
 #: shared memory at once.
 LONGEST_WHOLE = 128
 
+#: The longest head beside whose rows there is room in shared memory for tiles of a bias in float32.
+LONGEST_BESIDE_WIDE = 224
+
+#: Bytes that there is room for beside each score of longer heads.
+NARROW_BESIDE = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:

@@ -42,7 +42,7 @@ def forward(
         x = x + bias_factor * bias.astype(dtype)
     if key_bias is not None:
         x = x + key_bias.astype(dtype)[:, :, None]
-    x = jnp.where(visible(*x.shape[2:], lower, upper, segments, mask), x, fill)
+    x = jnp.where(visible(x.shape[2], x.shape[3], lower, upper, segments, mask), x, fill)
     m = jnp.max(x, -1)
     e = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
     total = jnp.sum(e, -1)
