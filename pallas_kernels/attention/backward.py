@@ -118,8 +118,7 @@ def backward(
     expect("backward", "bias", is_short, f"16 bits beside heads longer than {LONGEST_BESIDE_WIDE}", of.depth)
     by_queries, by_keys = (arrays.described(bias_factor, fill, keep_factor, turned) for turned in (False, True))
     is_short = of.depth <= LONGEST_BESIDE_WIDE or by_queries.per_score <= NARROW_BESIDE
-    expected = f"{NARROW_BESIDE} bytes beside each score of heads longer than {LONGEST_BESIDE_WIDE}, at most"
-    expect("backward", "keep", is_short, expected, by_queries.per_score)
+    expect("backward", "keep", is_short, f"at most {NARROW_BESIDE} bytes beside each score", by_queries.per_score)
     if not by_queries.has_arrays:
         # Limits leave each query a key, and beside one the fill is nothing.
         by_queries = by_keys = Sides(keep=by_queries.keep)
