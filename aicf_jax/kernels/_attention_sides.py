@@ -211,10 +211,8 @@ def pulls_tiles(op: FusedOp, v: Variant, wanted: Sequence[int]) -> bool:
 
 def bytes_of_score(v: Variant) -> int:
     """What kernels read for each score, dropout too."""
-    tiles, _ = _split(v)
-    of_bias = jnp.dtype(tiles[0].side.dtype).itemsize if len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES else 4
     is_masked = any(isinstance(m, Mask) and len(_last(v, m.side)) == 2 for m in v.masks)
-    return is_masked + (of_bias if tiles else 0) + (v.dropout is not None)
+    return _bias_width(v) + is_masked + (v.dropout is not None)
 
 
 def moved_bytes(op: FusedOp, v: Variant) -> int:
@@ -231,16 +229,17 @@ def gradient_bytes(op: FusedOp, v: Variant) -> int:
     return moved_bytes(op, v) + 3 * (masks + biases)
 
 
+def _bias_width(v: Variant) -> int:
+    """Bytes of a number of the bias of queries x keys, as kernels read it; 0: there is none."""
+    tiles, _ = _split(v)
+    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
+    return jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4 * bool(tiles)
+
+
 def _tile_bytes(op: FusedOp, v: Variant) -> tuple[int, int]:
     """Of truth values, and of the bias of queries x keys, as kernels read them."""
     keeps = [] if v.dropout is None or _drawn(op, v) is not None else [k.side for k in v.dropout.keeps]
     masks = [m.side for m in v.masks if isinstance(m, Mask) and len(_last(v, m.side)) == 2]
-    tiles, _ = _split(v)
-    is_one = len(tiles) == 1 and tiles[0].side.dtype in _BIAS_DTYPES
-    sizes = 1, jnp.dtype(tiles[0].side.dtype).itemsize if is_one else 4
-    sides = masks, [b.side for b in tiles], keeps
-    sizes = *sizes, 1
-    first, second, third = (
-        n * v.size(*{a for s in x for a in s.axes}) if x else 0 for n, x in zip(sizes, sides, strict=True)
-    )
-    return first + third, second
+    sides = (1, masks), (_bias_width(v), [b.side for b in _split(v)[0]]), (1, keeps)
+    masked, biased, kept = (n * v.size(*{a for s in found for a in s.axes}) if found else 0 for n, found in sides)
+    return masked + kept, biased

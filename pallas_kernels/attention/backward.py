@@ -38,7 +38,13 @@ from pallas_kernels.attention import bias_gradient, keys_gradient, queries_gradi
 from pallas_kernels.attention.arguments import check_results, check_scores, check_sides, sizes
 from pallas_kernels.attention.config import HEADS, is_head_dim
 from pallas_kernels.attention.dropout import Bernoulli
-from pallas_kernels.attention.gradient_problem import ATOM_ROWS, CTA_ROWS, BackwardConfig, Problem, default_backward
+from pallas_kernels.attention.gradient_problem import (
+    ATOM_ROWS,
+    CTA_ROWS,
+    BackwardConfig,
+    Problem,
+    default_backward,
+)
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Arrays, Sides, named
 
@@ -85,7 +91,7 @@ def backward(
       softcap: likewise.
       segments: likewise.
       mask: likewise.
-      bias: likewise.
+      bias: likewise; 16 bits where heads are longer than 224.
       bias_factor: likewise.
       key_bias: likewise.
       fill: likewise.

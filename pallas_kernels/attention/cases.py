@@ -296,4 +296,9 @@ DEVICE = (
     beside_gradient_case(Beside(4, 2048, 2048, 16, 128, ("padding", "bias"), causal=True)),
     gradient_case(SelfAttention(4, 2048, 16, 96, causal=True)),
     gradient_case(SelfAttention(2, 2048, 16, 256, causal=True)),
+    beside_case(Beside(4, 2048, 2048, 16, 64, ("dropout",), causal=True)),
+    beside_case(Beside(4, 2048, 2048, 16, 128, ("shared dropout",))),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("dropout",), causal=True)),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 128, ("dropout",))),
+    beside_gradient_case(Beside(4, 2048, 2048, 16, 64, ("shared dropout",))),
 )

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.backward import backward
+from pallas_kernels.attention.dropout import Bernoulli
 from pallas_kernels.attention.forward import forward
 from pallas_kernels.device_case import DeviceCase, nbytes, tolerance
 
 #: What programs in float32 fill with.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+
+_DROPOUT, _KEPT = ("dropout", "shared dropout"), 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Beside:
     """Attention in bfloat16 with a scale of ``1 / sqrt(D)``; causal up to the last key.
 
     `beside`: some of ``"padding"`` (of the last quarter of the keys on average), ``"segments"`` (eight, side by side),
-    ``"mask"`` (of each batch, half of it) and ``"bias"`` (float32, of each head).
+    ``"mask"`` (of each batch, half of it), ``"bias"`` (float32, of each head), ``"dropout"`` (of a tenth of the
+    weights, drawn in the kernel) and ``"shared dropout"`` (from an array that all batches and heads share).
     """
 
     batch: int
@@ -45,7 +49,13 @@ class Beside:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
         upper = self.keys - self.queries if self.causal else None
-        return {"scale": self.head_dim**-0.5, "upper": upper, "fill": self.fill}
+        drops = any(name in self.beside for name in _DROPOUT)
+        return {
+            "scale": self.head_dim**-0.5,
+            "upper": upper,
+            "fill": self.fill,
+            "keep_factor": 1 / _KEPT if drops else 1.0,
+        }
 
     @property
     def flops(self) -> int:
@@ -73,6 +83,10 @@ class Beside:
         if name == "mask":
             # Each query sees the first key.
             return jax.random.bernoulli(key, 0.5, (batch, 1, queries, keys)).at[..., 0].set(True)
+        if name == "dropout":
+            return jax.random.key_data(key)
+        if name == "shared dropout":
+            return jax.random.bernoulli(key, jnp.float32(_KEPT), (1, 1, queries, keys))
         return jax.random.normal(key, (1, self.heads, queries, keys))
 
     def described(self, values: tuple[Any, ...]) -> dict[str, Any]:
@@ -81,13 +95,24 @@ class Beside:
         segments = [(None, given["padding"])] if "padding" in given else []
         if "segments" in given:
             segments.append((given["segments"][..., self.keys - self.queries :], given["segments"]))
-        return {"segments": segments, **{n: given[n] for n in ("mask", "bias") if n in given}}
+        found = {"segments": segments, **{n: given[n] for n in ("mask", "bias") if n in given}}
+        if "dropout" in given:
+            found["keep"] = Bernoulli(given["dropout"], _KEPT, (self.batch, self.heads, self.queries, self.keys))
+        elif "shared dropout" in given:
+            found["keep"] = given["shared dropout"]
+        return found
 
     def unfused(self, q: Any, k: Any, v: Any, *values: Any) -> Any:
-        """By `jax.nn`."""
+        """By `jax.nn`, which has no dropout: with it by the equations themselves, in float32 between the products."""
         given = self.described(values)
         limits = self.queries, self.keys, None, self.options["upper"]
         mask = reference.visible(*limits, given["segments"], given.get("mask"))
+        if "keep" in given:
+            k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+            x = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * self.options["scale"]
+            w = jax.nn.softmax(jnp.where(mask, x, self.fill), axis=-1)
+            w = jnp.where(reference.kept(given["keep"]), w / _KEPT, 0.0).astype(v.dtype)
+            return jnp.einsum("bhst,bthd->bshd", w, v)
         return jax.nn.dot_product_attention(q, k, v, given.get("bias"), mask)
 
 

@@ -43,7 +43,7 @@ class Bernoulli:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        expect_attribute(self, "probability", 0 < np.float32(self.probability) <= 1, "a number in (0, 1]")
+        expect_attribute(self, "probability", 0 < float(np.float32(self.probability)) <= 1, "a number in (0, 1]")
         expect_attribute(self, "shape", 0 < math.prod(self.shape) < 2**32, "less than 2^32 elements")
 
     @property

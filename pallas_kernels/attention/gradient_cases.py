@@ -102,7 +102,7 @@ SLOW: Mapping[str, Case] = {
     ),
     "bias, mask, shared heads, heads of 192": Case(1, 72, 72, 2, 1, 192, bias="11st", mask="b1st", fill=_LOWEST),
     "bias, padding, causal, heads of 256": Case(
-        1, 72, 72, head_dim=256, bias="1hst", key_bias=True, padding=True, fill=_LOWEST, upper=0
+        1, 72, 72, head_dim=256, bias="1hst", bias_dtype="bfloat16", key_bias=True, padding=True, fill=_LOWEST, upper=0
     ),
     "heads of 16, causal, shared": Case(1, 300, 300, 4, 2, 16, upper=0),
     "heads of 32, softcap": Case(1, 72, 136, head_dim=32, softcap=5.0),
@@ -166,6 +166,13 @@ COMPILED: Mapping[str, Case] = {
     "bias, padding, low fill, causal, D 64": _filled(64, bias="1hst", padding=True),
     "narrow bias and mask, D 64": dataclasses.replace(
         _CAUSAL, bias="1hst", bias_dtype="bfloat16", mask="b1st", upper=None
+    ),
+    "dropout drawn, causal, D 64": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True),
+    "dropout drawn, causal, D 128": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True, head_dim=128),
+    "dropout drawn, full, D 128": dataclasses.replace(_CAUSAL, keep="bhst", drawn=True, upper=None, head_dim=128),
+    "dropout from an array, D 64": dataclasses.replace(_CAUSAL, keep="11st"),
+    "dropout from an array, mask, D 128": dataclasses.replace(
+        _CAUSAL, keep="bhst", mask="b1st", upper=None, head_dim=128
     ),
     "bias of keys, D 128": dataclasses.replace(_CAUSAL, key_bias=True, upper=None, head_dim=128),
 }
