@@ -88,7 +88,7 @@ def default_backward(
     sums = head_dim // 2 if is_split else head_dim  # registers of a thread
     block_q = 64 if sums <= (96 if is_plain or is_split else 64) and not is_drawn else 32
     block_k = 128 if head_dim <= 64 and is_plain else 64 if head_dim <= LONGEST_WHOLE or is_plain else 32
-    most = 2 if is_drawn and head_dim > 64 else 4
+    block_k, most = (32, 2) if is_drawn and head_dim > 64 else (block_k, 4)
     found = [BackwardConfig(n, block_q, s, is_split) for n in (block_k, 32) for s in (4, 3, 2) if s <= most]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])
