@@ -120,6 +120,7 @@ WANTED = {
         ("bias", "bias of all heads", "bias under the scale", "one query, shared heads, bias", "t5", "alibi"), ("bias",)
     ),
     "padding that is a bias": ("key_bias",),
+    "mask added beside a bias that is as low": ("key_bias",),
 }
 QUICK_BESIDE = ("t5",)
 
