@@ -17,6 +17,9 @@ from pallas_kernels import _mosaic
 
 LOG2_E = math.log2(math.e)
 
+#: Further apart than rows and columns are.
+_FAR = 1 << 30
+
 
 class Band(NamedTuple):
     """The columns a row sees: ``lower <= column - row <= upper``. None: no limit."""
@@ -104,8 +107,9 @@ def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, 
     rows = jax.lax.broadcasted_iota(jnp.int32, shape[:1], 0) + (first_row - first_column)
     most = None if band.upper is None else rows + band.upper
     if columns is not None:
+        # A number for all rows alone has no layout in registers that Mosaic finds.
         last = columns - 1 - first_column
-        most = jnp.full(shape[:1], last, jnp.int32) if most is None else jnp.minimum(most, last)
+        most = jnp.minimum(rows + _FAR if most is None else most, last)
     least = None if band.lower is None else rows + band.lower
     column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     low, high = column & 7, column & ~7
