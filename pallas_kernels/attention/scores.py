@@ -101,6 +101,8 @@ def seen(band: Band, shape: tuple[int, int], first_row: Any, first_column: Any, 
     solve for it otherwise, and keep the result for each element and limit in a register. What is compared with the
     limits is, of the column of an element, a constant of the program: what depends on the thread lies below 8.
     """
+    if band == Band(None, None) and columns is None:
+        return None  # and nothing that is not used: for what nothing constrains Mosaic tries all layouts
     rows = jax.lax.broadcasted_iota(jnp.int32, shape[:1], 0) + (first_row - first_column)
     most = None if band.upper is None else rows + band.upper
     if columns is not None:
