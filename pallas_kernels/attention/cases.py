@@ -220,7 +220,6 @@ _CAUSAL = Case(4, 2048, 2048, 16, 16, upper=0)
 
 #: Compiled for a described GPU with default configurations.
 COMPILED: Mapping[str, Case] = {
-    "full, ragged, D 64": Case(2, 1000, 1000, 16, 16),
     "full, ragged, mask, low fill, D 64": Case(2, 1000, 1000, 16, 16, mask="b1st", fill=_LOWEST),
     "causal, D 64": _CAUSAL,
     "causal, D 128": dataclasses.replace(_CAUSAL, head_dim=128),

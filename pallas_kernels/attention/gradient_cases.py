@@ -135,7 +135,6 @@ def _filled(head_dim: int, **beside: Any) -> Case:
 
 #: Compiled for a described GPU with default configurations.
 COMPILED: Mapping[str, Case] = {
-    "full, ragged, D 64": Case(2, 1000, 1000, 16, 16),
     "causal, D 64": _CAUSAL,
     "causal, D 128": dataclasses.replace(_CAUSAL, head_dim=128),
     "full, D 64": dataclasses.replace(_CAUSAL, upper=None),
