@@ -19,6 +19,7 @@ from gpu_probe import ncu, report
 from gpu_probe.compare import against_system, compare
 from gpu_probe.devices import connect, kinds
 from gpu_probe.environment import load_average
+from gpu_probe.files import folder_problem
 from gpu_probe.probe import DeviceError, Probe, Target, Unsupported
 from gpu_probe.probes import probes
 from gpu_probe.progress import Progress
@@ -107,6 +108,13 @@ def _chosen(kind: str, texts: Sequence[str] | None) -> tuple[Probe, ...]:
     return found
 
 
+def _check_folder(folder: Path) -> None:
+    """Raises DeviceError where nothing can be written into the folder of the results."""
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise DeviceError(f"--output: expected a folder for the results, found '{folder}', {problem}; name another")
+
+
 def _run(options: argparse.Namespace, console: Console) -> int:
     if options.target and not options.dry_run:
         raise DeviceError("--target names a GPU to compile for, which needs --dry-run; without it the one here is used")
@@ -116,6 +124,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     if options.dry_run:
         return _dry_run(target, chosen, options.quick, console)
     folder = options.output or OUTPUT / options.device
+    _check_folder(folder)
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     config = configuration(target, chosen, options.quick, repeats, options.seed)
     session = Session(folder / SAMPLES, config, options.fresh)
@@ -215,6 +224,7 @@ def _plot(options: argparse.Namespace, console: Console) -> int:
     except (OSError, KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
         raise MapError(f"{beside}: cannot be read ({error})") from error
     folder = options.output or (source.parent if source.exists() else OUTPUT / str(options.map))
+    _check_folder(folder)
     for path in plots.write_all(found, samples, probes(found.kind), folder):
         _say(console, f"written: {path}")
     return EXIT_DONE

@@ -97,6 +97,7 @@ def test_shipped_maps_say_where_each_value_is_from(name):
     for p in found.properties.values():
         assert p.source in ("datasheet", "derived", "measured") and len(p.method) > 10
     assert all(known(n) is not None for n in found)
+    assert found.get("dram.size", "B") == {"h200": 141e9}.get(name, 80e9) and "decimal" in found["dram.size"].method
     assert found.get("smem.max_per_block", "B") == {"a100": 166912}.get(name, 232448)
 
 
@@ -125,6 +126,13 @@ def test_sizes_agree_within_a_class():
     a = cpu_map(l2__size=measured(1, "MiB"))
     found = [agreement(a, cpu_map(l2__size=measured(n, "KiB")))["l2.size"] for n in (256, 512, 768, 2048, 4096)]
     assert found == [False, True, True, True, False]
+
+
+def test_values_that_nobody_measured_agree_only_where_they_are_equal():
+    stated = {n: cpu_map(dram__size=Property(n, "B", "datasheet", "paper")) for n in (141e9, 140e9, 80e9)}
+    found = [agreement(stated[141e9], other)["dram.size"] for other in stated.values()]
+    assert found == [True, True, False]
+    assert agreement(stated[80e9], cpu_map(dram__size=measured(141e9, "B")))["dram.size"] is True
 
 
 def test_measured_caches_against_those_of_the_system():

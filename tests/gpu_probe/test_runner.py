@@ -185,6 +185,7 @@ def line(monkeypatch, tmp_path):
         return code, console.export_text()
 
     run.folder = tmp_path / "out"
+    run.executed = lambda: machine.executed
     return run
 
 
@@ -231,6 +232,16 @@ def test_wrong_use_is_one_sentence(line, capsys, arguments, message):
     assert line(*arguments)[0] == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["run"], ["plot", "h200"]])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(line, tmp_path, capsys, command):
+    (tmp_path / "file").write_text("kept")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/foo"):
+        assert line(*command, "--output", folder)[0] == cli.EXIT_USAGE
+        error = capsys.readouterr().err
+        assert f"--output: expected a folder for the results, found '{folder}'" in error and error.count("\n") == 1
+    assert line.executed() == [] and (tmp_path / "file").read_text() == "kept"
 
 
 def test_maps_that_disagree_exit_with_1(line, tmp_path):
