@@ -223,7 +223,7 @@ def test_dry_run_executes_nothing(line):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nothing.json"], "expected a file or one of the shipped maps"),
+        (["show", "nothing.json"], "expected a file, a folder that has map.json, or one of"),
         (["run", "--probes", "abacus"], "no probe for cpu has ['abacus'] in its name"),
         (["run", "--target", "h200"], "--target names a GPU to compile for, which needs --dry-run"),
     ],
