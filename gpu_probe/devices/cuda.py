@@ -30,9 +30,9 @@ def connect(name: str | None = None, compile_only: bool = False) -> Target:
     arch = ARCHS.get(name, name)
     number = re.fullmatch(r"sm_(\d+)[af]?", arch)
     if number is None:
-        raise DeviceError(f"expected {', '.join(ARCHS)} or an architecture like sm_90a, found {name!r}")
+        raise DeviceError(f"--target: expected {', '.join(ARCHS)} or an architecture like sm_90a, found {name!r}")
     if int(number[1]) < LEAST:
-        raise DeviceError(f"expected an architecture from sm_{LEAST} on, whose code the probes are, found {name!r}")
+        raise DeviceError(f"--target: expected sm_{LEAST} or later, which the kernels need, found {name!r}")
     try:
         check_packages(COMPILING)
     except ImportError as error:
