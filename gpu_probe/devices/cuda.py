@@ -32,7 +32,7 @@ def connect(name: str | None = None, compile_only: bool = False) -> Target:
     if number is None:
         raise DeviceError(f"--target: expected {', '.join(ARCHS)} or an architecture like sm_90a, found {name!r}")
     if int(number[1]) < LEAST:
-        raise DeviceError(f"--target: expected sm_{LEAST} or later, which the products of tensor cores need, found {name!r}")
+        raise DeviceError(f"--target: expected sm_{LEAST} or later, which tensor core probes need, found {name!r}")
     try:
         check_packages(COMPILING)
     except ImportError as error:
