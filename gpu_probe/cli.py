@@ -17,8 +17,10 @@ from rich.console import Console
 
 from gpu_probe import ncu, report
 from gpu_probe.compare import against_system, compare
+from gpu_probe.cuda.compile import ARCHS
 from gpu_probe.devices import connect, kinds
-from gpu_probe.environment import load_average
+from gpu_probe.environment import cores, load_average
+from gpu_probe.files import folder_problem
 from gpu_probe.probe import DeviceError, Probe, Target, Unsupported
 from gpu_probe.probes import probes
 from gpu_probe.progress import Progress
@@ -51,10 +53,15 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure, or continue a measurement")
     run.add_argument("--device", choices=kinds(), default="cpu", help="(default: %(default)s)")
     run.add_argument("--dry-run", action="store_true", help="generate and compile every program, execute nothing")
-    run.add_argument("--profile", action="store_true", help="count with Nsight Compute too (ncu), and compare")
+    run.add_argument(
+        "--profile", action="store_true", help="with --device cuda: count with Nsight Compute too (ncu), and compare"
+    )
     run.add_argument("--quick", action="store_true", help="fewer points and repetitions")
     run.add_argument("--probes", nargs="+", metavar="TEXT", help="only probes with one of these texts in their name")
-    run.add_argument("--target", metavar="NAME", help="with --dry-run: the GPU to compile for (default: h200)")
+    targets = f"{', '.join(sorted(ARCHS))}, or an architecture such as sm_90a"
+    run.add_argument(
+        "--target", metavar="NAME", help=f"with --dry-run: the GPU to compile for, {targets} (default: h200)"
+    )
     run.add_argument("--repeats", type=_repeats, metavar="N", help=f"of each point (default: {REPEATS})")
     run.add_argument("--seed", type=int, default=0, help="of the order in which points are visited")
     run.add_argument("--fresh", action="store_true", help="start anew instead of continuing")
@@ -75,10 +82,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _repeats(text: str) -> int:
-    value = int(text)
-    if value < 3:
-        raise argparse.ArgumentTypeError(f"expected 3 or more, found {value}")
-    return value
+    if not text.strip().isdecimal() or int(text) < 3:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 3 on, found {text!r}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
@@ -101,26 +107,43 @@ def _say(console: Console, text: str) -> None:
 
 
 def _chosen(kind: str, texts: Sequence[str] | None) -> tuple[Probe, ...]:
-    found = tuple(p for p in probes(kind) if texts is None or any(text in p.name for text in texts))
+    def those(of: str) -> tuple[Probe, ...]:
+        return tuple(p for p in probes(of) if texts is None or any(text in p.name for text in texts))
+
+    found = those(kind)
     if not found:
-        raise DeviceError(f"no probe for {kind} has {texts} in its name; `list` names them")
+        others = [other for other in kinds() if other != kind and those(other)]
+        hint = "".join(f", but {other} has: --device {other}" for other in others)
+        raise DeviceError(f"no probe for {kind} has {texts} in its name{hint}; `list` names them")
     return found
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises DeviceError where nothing can be written into the folder of the results."""
+    problem = folder_problem(folder)
+    if problem is not None:
+        raise DeviceError(f"--output: expected a folder for the results, found '{folder}', {problem}; name another")
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     if options.target and not options.dry_run:
         raise DeviceError("--target names a GPU to compile for, which needs --dry-run; without it the one here is used")
+    if options.profile and options.device != "cuda":
+        raise DeviceError(
+            f"--profile: expected --device cuda, whose kernels Nsight Compute counts, found {options.device}"
+        )
     chosen = _chosen(options.device, options.probes)
     name = options.target or (DEFAULT_NAME.get(options.device) if options.dry_run else None)
     target = connect(options.device, name, compile_only=options.dry_run)
     if options.dry_run:
         return _dry_run(target, chosen, options.quick, console)
     folder = options.output or OUTPUT / options.device
+    _check_folder(folder)
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     config = configuration(target, chosen, options.quick, repeats, options.seed)
     session = Session(folder / SAMPLES, config, options.fresh)
-    started = time.monotonic()
-    with Progress(target.name, visits(chosen, repeats, options.quick), console) as progress:
+    started, kept = time.monotonic(), len(session.samples)
+    with Progress(target.name, visits(chosen, repeats, options.quick), console, tenths=True) as progress:
         for note in session.notes:
             progress.note(note)
         try:
@@ -129,13 +152,14 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             session.write()
             raise
     samples = Samples(tuple(session.samples))
+    seconds = time.monotonic() - started if len(samples) > kept or not kept else None
     if options.profile:
         samples, notes = ncu.profile_all(samples, [p.name for p in chosen], folder)
         session.samples = list(samples)
         session.write()
         for note in notes:
             _say(console, note)
-    return _report(target, chosen, samples, failures, folder, time.monotonic() - started, console)
+    return _report(target, chosen, samples, failures, folder, seconds, console)
 
 
 def _report(
@@ -144,10 +168,10 @@ def _report(
     samples: Samples,
     failures: Sequence[Failure],
     folder: Path,
-    seconds: float,
+    seconds: float | None,
     console: Console,
 ) -> int:
-    """Writes the map and the images, prints the tables and what depends on time."""
+    """Writes the map and the images, prints the tables and the rest; `seconds` is None where nothing was measured."""
     from gpu_probe import plots
 
     found = analyze(target, chosen, samples)
@@ -167,9 +191,16 @@ def _report(
             )
     for failure in failures:
         _say(console, f"failed: {failure.probe} {dict(failure.point)}: {failure.error}")
-    _say(console, f"measured in {seconds:.0f} s, load average {load_average()}")
+    load = None if seconds is None else load_average()
+    if seconds is None:
+        _say(console, f"all {len(samples)} samples are an earlier run's, nothing was measured; --fresh measures again")
+    else:
+        _say(console, f"measured in {seconds:.0f} s, load average {load}")
     for path in (folder / MAP, folder / SAMPLES, *images):
         _say(console, f"written: {path}")
+    warning = report.noise(chosen, samples, load, cores())
+    if warning is not None:
+        _say(console, warning)
     return EXIT_WRONG if failures else EXIT_DONE
 
 
@@ -215,6 +246,7 @@ def _plot(options: argparse.Namespace, console: Console) -> int:
     except (OSError, KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
         raise MapError(f"{beside}: cannot be read ({error})") from error
     folder = options.output or (source.parent if source.exists() else OUTPUT / str(options.map))
+    _check_folder(folder)
     for path in plots.write_all(found, samples, probes(found.kind), folder):
         _say(console, f"written: {path}")
     return EXIT_DONE

@@ -8,6 +8,9 @@ from gpu_probe import units
 from gpu_probe.property_map import Property, PropertyMap
 from gpu_probe.staircase import size_class
 
+#: By so much of the larger may two stated values differ that are the same: papers round.
+ROUNDING = 0.02
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -43,9 +46,12 @@ def compare(first: PropertyMap, second: PropertyMap) -> list[Difference]:
 def alike(a: Property, b: Property) -> bool | None:
     """Whether two values of one unit agree.
 
-    Sizes do within one class (`size_class`). Other values do where their intervals meet, or a value without one lies
-    in the other's; of two values without intervals nothing can be told unless they are equal.
+    Two that nobody measured, without intervals, do within `ROUNDING`. Sizes of which one was measured do within one
+    class (`size_class`). Other values do where their intervals meet, or a value without one lies in the other's; of two
+    values without intervals nothing can be told unless they are equal.
     """
+    if "measured" not in (a.source, b.source) and a.interval is None and b.interval is None:
+        return abs(a.value - b.value) <= ROUNDING * max(a.value, b.value)
     if units.dimension(a.unit) == "bytes":
         return min(a.value, b.value) > 0 and abs(size_class(a.value) - size_class(b.value)) <= 1
     if a.interval is None and b.interval is None:

@@ -44,6 +44,18 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def folder_problem(path: Path) -> str | None:
+    """Why no files can be written into the folder `path`, in a few words; None where they can. The folder is made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except FileExistsError:
+        return "a file of that name"
+    except OSError as error:
+        return f"one that cannot be written ({error.strerror or type(error).__name__})"
+
+
 def set_aside(path: Path, label: str) -> Path:
     """Renames `path` to `<stem>.<label>-<n><suffix>` with the first free n, and returns the new path."""
     path = Path(path)

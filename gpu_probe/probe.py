@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gpu_probe import units
-from gpu_probe.property_map import Property
+from gpu_probe.property_map import KINDS, Property
 from gpu_probe.samples import Point, Reading, Samples
-
-#: Kinds of device that probes are for.
-KINDS = ("cpu", "cuda")
 
 
 class DeviceError(RuntimeError):

@@ -16,6 +16,8 @@ from gpu_probe.vocabulary import known
 
 #: Of the files. It changes when a reader of the last would misread this one.
 SCHEMA = 1
+#: Kinds of device that there are maps of and probes for.
+KINDS = ("cpu", "cuda")
 #: Where a value comes from: a probe's samples, the vendor's papers, or other properties.
 SOURCES = ("measured", "datasheet", "derived")
 #: Maps that come with the package.
@@ -52,17 +54,19 @@ class Property:
     def __post_init__(self) -> None:
         if not _is_number(self.value):
             raise MapError(f"Property(value=...): expected a finite number, found {self.value!r}")
-        if self.unit not in units.UNITS:
+        if not isinstance(self.unit, str) or self.unit not in units.UNITS:
             raise MapError(f"Property(unit=...): expected one of {', '.join(units.UNITS)}, found {self.unit!r}")
         if self.source not in SOURCES:
             raise MapError(f"Property(source=...): expected one of {', '.join(SOURCES)}, found {self.source!r}")
         if not isinstance(self.method, str) or not self.method:
             raise MapError(f"Property(method=...): expected how the value was found, found {self.method!r}")
         if self.interval is not None:
-            found = tuple(self.interval)
+            found = tuple(self.interval) if isinstance(self.interval, list | tuple) else ()
             if len(found) != 2 or not all(map(_is_number, found)) or not found[0] <= self.value <= found[1]:
                 raise MapError(f"Property(interval=...): expected low <= {self.value} <= high, found {self.interval!r}")
             object.__setattr__(self, "interval", found)
+        if not isinstance(self.probes, list | tuple) or not all(isinstance(p, str) for p in self.probes):
+            raise MapError(f"Property(probes=...): expected names of probes, found {self.probes!r}")
         object.__setattr__(self, "probes", tuple(self.probes))
         if self.source == "measured" and not self.probes:
             raise MapError("Property(probes=...): expected the probes of a measured value, found none")
@@ -100,8 +104,10 @@ class PropertyMap:
             raise MapError(f"property map of {self.device.get('name', 'unnamed device')}: {'; '.join(problems)}")
 
     def problems(self) -> list[str]:
-        """What is wrong with it: missing description, a usual name in a unit of another dimension."""
+        """What is wrong with it: no description, a usual name in a unit of another dimension, a 0 that cannot be."""
         found = [f"device: expected {k}, found none" for k in ("kind", "name") if not self.device.get(k)]
+        if self.device.get("kind") and self.device["kind"] not in KINDS:
+            found.append(f"device.kind: expected {' or '.join(KINDS)}, found {self.device['kind']!r}")
         for name, p in self.properties.items():
             if not isinstance(p, Property):
                 found.append(f"{name}: expected a Property, found {p!r}")
@@ -109,6 +115,8 @@ class PropertyMap:
                 found.append(f"{name}: expected a unit like {usual.unit}, found {p.unit}")
             elif p.value < 0:
                 found.append(f"{name}: expected no negative value, found {p.value}")
+            elif p.value == 0 and usual is not None and not usual.zero:
+                found.append(f"{name}: expected a value above 0, found {p.value}; leave out what is not known")
         return found
 
     @property
@@ -178,11 +186,16 @@ class PropertyMap:
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
             schema = value.get("schema") if isinstance(value, dict) else type(value).__name__
             raise MapError(f"{where}: expected an object of schema {SCHEMA}, found {schema!r}")
+        for key in ("device", "properties", "environment"):
+            if key not in value and key != "environment":
+                raise MapError(f"{where}: expected an object {key!r}, found only {', '.join(sorted(value))}")
+            if not isinstance(value.get(key, {}), dict):
+                raise MapError(f"{where}: {key}: expected an object, found {str(value[key])[:80]!r}")
         try:
-            properties = {name: _property(name, p) for name, p in dict(value["properties"]).items()}
-            return cls(dict(value["device"]), properties, dict(value.get("environment", {})))
-        except (KeyError, TypeError, ValueError) as error:
-            raise MapError(f"{where}: {error if isinstance(error, MapError) else repr(error)}") from error
+            properties = {name: _property(name, p) for name, p in value["properties"].items()}
+            return cls(value["device"], properties, value.get("environment", {}))
+        except MapError as error:
+            raise MapError(f"{where}: {error}") from error
 
     @classmethod
     def load(cls, source: str | Path) -> PropertyMap:
@@ -197,10 +210,13 @@ class PropertyMap:
             path = SHIPPED / f"{str(source).lower()}.json"
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            expected = f"a file or one of the shipped maps {', '.join(shipped())}"
-            raise MapError(f"property map: expected {expected}, found {str(source)!r}") from None
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (FileNotFoundError, IsADirectoryError):
+            expected = f"a file, a folder that has map.json, or one of the shipped maps {', '.join(shipped())}"
+            what = f"the folder {str(source)!r} without it" if Path(source).is_dir() else repr(str(source))
+            raise MapError(f"property map: expected {expected}, found {what}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MapError(f"property map {source}: expected JSON, found text that is none ({error})") from error
+        except OSError as error:
             raise MapError(f"property map {source}: cannot be read ({error})") from error
         return cls.from_dict(value, f"property map {source}")
 
@@ -222,7 +238,10 @@ def _property(name: str, value: Any) -> Property:
     fields = {f.name for f in dataclasses.fields(Property)}
     if not isinstance(value, dict) or not set(value) <= fields:
         raise MapError(f"{name}: expected an object with {', '.join(sorted(fields))}, found {str(value)[:80]}")
+    missing = [f.name for f in dataclasses.fields(Property) if f.default is dataclasses.MISSING and f.name not in value]
+    if missing:
+        raise MapError(f"{name}: expected {', '.join(missing)} too, found only {', '.join(value) or 'nothing'}")
     try:
         return Property(**value)
-    except (MapError, TypeError) as error:
+    except MapError as error:
         raise MapError(f"{name}: {error}") from error

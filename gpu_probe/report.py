@@ -14,6 +14,9 @@ from gpu_probe.runner import Failure
 from gpu_probe.samples import Samples, point_key
 from gpu_probe.statistics import summarize
 
+#: A run is noisy where a probe's median spread is above this.
+NOISY = 1.0
+
 
 def map_table(found: PropertyMap, methods: bool = False) -> Table:
     """Every property with its interval and source."""
@@ -43,21 +46,45 @@ def difference_table(differences: Sequence[Difference], title: str, heads: tuple
     return table
 
 
+def spreads_of(probe: Probe, samples: Samples) -> list[float]:
+    """The range of each point's samples over their median, ascending."""
+    found = [summarize(values) for values in _by_point(probe, samples).values()]
+    return sorted((s.high - s.low) / s.median for s in found if s.median)
+
+
+def _by_point(probe: Probe, samples: Samples) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for s in samples.of(probe.name):
+        found.setdefault(point_key(s.point), []).append(s.value)
+    return found
+
+
+def noise(probes: Sequence[Probe], samples: Samples, load: float | None, cores: int) -> str | None:
+    """One line about a run that something disturbed, and what to do; None where nothing tells of that.
+
+    Told by a load average above the number of cores, or by samples half of whose points spread over more than
+    `NOISY` of their median.
+    """
+    causes = [f"load average {load} on {cores} cores"] if load is not None and load > cores else []
+    wide = [p.name for p in probes if (found := spreads_of(p, samples)) and found[len(found) // 2] > NOISY]
+    causes += [f"median spread above {NOISY:.0%} of {', '.join(wide)}"] if wide else []
+    if not causes:
+        return None
+    return f"warning: a noisy run ({'; '.join(causes)}): stop what else runs here, and measure again with --fresh"
+
+
 def probe_table(probes: Sequence[Probe], samples: Samples, failures: Sequence[Failure]) -> Table:
     """How many points, samples and outliers each probe has, and what failed."""
     table = Table(title="samples")
     for column in ("probe", "points", "samples", "outliers", "median spread", "failed"):
         table.add_column(column, justify="left" if column == "probe" else "right")
     for probe in probes:
-        by_point: dict[str, list[float]] = {}
-        for s in samples.of(probe.name):
-            by_point.setdefault(point_key(s.point), []).append(s.value)
-        found = [summarize(values) for values in by_point.values()]
-        spreads = sorted((s.high - s.low) / s.median for s in found if s.median)
+        found = [summarize(values) for values in _by_point(probe, samples).values()]
+        spreads = spreads_of(probe, samples)
         failed = sum(f.probe == probe.name for f in failures)
         table.add_row(
             probe.name,
-            str(len(by_point)),
+            str(len(found)),
             str(sum(s.count for s in found)),
             str(sum(len(s.outliers) for s in found)),
             f"{spreads[len(spreads) // 2]:.0%}" if spreads else "",

@@ -8,10 +8,17 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A usual name. A last part ``*`` stands for any further parts (dtype, shape of the instruction)."""
+    """A usual name. A last part ``*`` stands for any further parts (dtype, shape of the instruction).
+
+    Attributes:
+      unit: that it is given in.
+      meaning: in words.
+      zero: whether it may be 0; a size, a rate or a latency of a machine is not.
+    """
 
     unit: str
     meaning: str
+    zero: bool = False
 
 
 #: Name -> meaning, memory first. `l3` is a CPU's; `smem`, `sm`, `tensor`, `sfu`, `occupancy`, `issue` are a GPU's.
@@ -57,9 +64,9 @@ VOCABULARY: Mapping[str, Known] = {
     "launch.stream": Known("s", "one kernel behind another in a stream"),
     "launch.graph": Known("s", "one kernel behind another in a graph"),
     "launch.dispatch": Known("s", "one call of a compiled program that does next to nothing"),
-    "launch.loop_step": Known("s", "what a round of a compiled loop costs beside its work"),
+    "launch.loop_step": Known("s", "what a round of a compiled loop costs beside its work", zero=True),
     "occupancy.saturation_warps": Known("count", "warps of a multiprocessor beyond which bandwidth does not grow"),
-    "issue.*": Known("ratio", "of instructions that could be issued, by parallelism"),
+    "issue.*": Known("ratio", "of instructions that could be issued, by parallelism", zero=True),
 }
 
 

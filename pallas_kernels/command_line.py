@@ -86,7 +86,10 @@ def array_type(argument: str, text: str) -> jax.ShapeDtypeStruct:
 
 def positive(text: str) -> float:
     """A number above 0, as an argument's `type` of argparse."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, found {text!r}") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
     return value

@@ -82,12 +82,23 @@ def configuration(options: argparse.Namespace, sampling: Sampling, scale: float,
     }
 
 
+def _hardware(source: str | None) -> PropertyMap | None:
+    """The map of ``--map``. Raises ValueError: there is none, or it is of no CPU, which the study runs on."""
+    found = PropertyMap.load(source) if source else None
+    if found is not None and found.kind != "cpu":
+        raise ValueError(
+            f"--map: expected a map of a CPU, whose tiles the study measures, found {source!r} of kind {found.kind}; "
+            "`python -m gpu_probe run` makes one"
+        )
+    return found
+
+
 def context_of(options: argparse.Namespace, console: Console) -> Context:
     """The context of a run; its deadline is set for each study.
 
     Raises:
       RuntimeError: the fuser is not there.
-      ValueError: the property map is not there.
+      ValueError: the property map is not there, or is of no CPU.
     """
     quick = options.quick
     options.budget = options.budget or (QUICK_BUDGET_S if quick else BUDGET_S)
@@ -108,7 +119,7 @@ def context_of(options: argparse.Namespace, console: Console) -> Context:
         quick=quick,
         fresh=options.fresh,
         sampling=sampling,
-        hardware=PropertyMap.load(options.map) if options.map else None,
+        hardware=_hardware(options.map),
     )
 
 

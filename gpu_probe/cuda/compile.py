@@ -32,6 +32,9 @@ NVRTC = "nvidia-cuda-nvrtc"
 #: What the probes are compiled for, by the name of a GPU.
 ARCHS = {"a100": "sm_80", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100", "l4": "sm_89"}
 
+#: The least architecture: that of the products which `cuda_tensor` issues (``mma.m16n8k16``).
+LEAST = 80
+
 
 class CompileError(RuntimeError):
     """NVRTC does not take a kernel; the message holds all it said."""

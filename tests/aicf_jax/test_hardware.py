@@ -58,7 +58,7 @@ class TestPolicy:
         assert Policy(hardware="h200").properties("cuda").name == "NVIDIA H200"
 
     def test_refuses_what_is_no_map(self, tmp_path):
-        with pytest.raises(ValueError, match=r"Policy\(hardware=...\): .*expected a file or one of the shipped maps"):
+        with pytest.raises(ValueError, match=r"Policy\(hardware=...\): .*expected a file, a folder that has map.json"):
             Policy(hardware="z80")
         with pytest.raises(ValueError, match=r"Policy\(hardware=...\): expected a PropertyMap or its path, found 3"):
             Policy(hardware=3)

@@ -27,8 +27,10 @@ def test_both_are_measured_side_by_side(tmp_path):
     ("arguments", "message"),
     [
         (["all", "--map", "h200"], "--map is for the study attention"),
-        (["attention", "--map", "z80"], "expected a file or one of the shipped maps"),
-        (["attention", "--map", "h200", "--list", "--lengths", "7"], "unknown length 7"),
+        (["attention", "--map", "z80"], "expected a file, a folder that has map.json, or one of the"),
+        (["attention", "--map", "h200", "--quick"], "--map: expected a map of a CPU"),
+        (["attention", "--map", "h200", "--list"], "found 'h200' of kind cuda"),
+        (["attention", "--list", "--lengths", "7"], "unknown length 7"),
     ],
 )
 def test_wrong_use(capsys, arguments, message):

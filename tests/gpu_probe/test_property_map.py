@@ -58,15 +58,31 @@ def test_a_map_that_says_too_little_cannot_be_made():
         cpu_map(l1__size=measured(1, "s"))
     with pytest.raises(MapError, match=r"gemm.float32: expected a unit like FLOP/s, found B/s"):
         cpu_map(gemm__float32=measured(1, "B/s"))
+    for name, unit in (("dram__bw_copy", "B/s"), ("gemm__float32", "FLOP/s"), ("l2__size", "B"), ("l1__latency", "ns")):
+        with pytest.raises(MapError, match=f"{name.replace('__', '.')}: expected a value above 0, found 0"):
+            cpu_map(**{name: measured(0, unit)})
+    assert len(cpu_map(launch__loop_step=measured(0, "s"), my__own=measured(0, "s"))) == 2
     assert len(cpu_map(my__own=measured(1, "s"))) == 1  # names of the user's own are as free as their units
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read"),
+        ("{", "expected JSON, found text that is none"),
         ('{"schema": 99}', "expected an object of schema 1, found 99"),
-        ('{"schema": 1, "device": {"kind": "cpu", "name": "x"}}', "KeyError('properties')"),
+        (
+            '{"schema": 1, "device": {"kind": "cpu", "name": "x"}}',
+            "expected an object 'properties', found only device, schema",
+        ),
+        ('{"schema": 1, "device": "cpu", "properties": {}}', "device: expected an object, found 'cpu'"),
+        (
+            '{"schema": 1, "device": {"kind": "tpu", "name": "x"}, "properties": {}}',
+            "device.kind: expected cpu or cuda, found 'tpu'",
+        ),
+        (
+            '{"schema": 1, "device": {"kind": "cpu", "name": "x"}, "properties": {"l1.size": {"value": 1}}}',
+            "l1.size: expected unit, source, method too, found only value",
+        ),
         (
             '{"schema": 1, "device": {"kind": "cpu", "name": "x"}, "properties": {"l1.size": {"value": 1, "size": 2}}}',
             "l1.size: expected an object with interval, method, probes, source, unit, value",
@@ -86,8 +102,13 @@ def test_a_folder_of_a_run_is_its_map(tmp_path):
 
 
 def test_a_name_that_is_not_shipped_is_refused():
-    with pytest.raises(MapError, match="expected a file or one of the shipped maps a100, h100, h200, found 'z80'"):
+    with pytest.raises(MapError, match="one of the shipped maps a100, h100, h200, found 'z80'"):
         PropertyMap.load("z80")
+
+
+def test_a_folder_without_a_map_is_refused_as_one(tmp_path):
+    with pytest.raises(MapError, match=r"a folder that has map\.json, .* found the folder '.*' without it"):
+        PropertyMap.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -97,6 +118,7 @@ def test_shipped_maps_say_where_each_value_is_from(name):
     for p in found.properties.values():
         assert p.source in ("datasheet", "derived", "measured") and len(p.method) > 10
     assert all(known(n) is not None for n in found)
+    assert found.get("dram.size", "B") == {"h200": 141e9}.get(name, 80e9) and "decimal" in found["dram.size"].method
     assert found.get("smem.max_per_block", "B") == {"a100": 166912}.get(name, 232448)
 
 
@@ -125,6 +147,13 @@ def test_sizes_agree_within_a_class():
     a = cpu_map(l2__size=measured(1, "MiB"))
     found = [agreement(a, cpu_map(l2__size=measured(n, "KiB")))["l2.size"] for n in (256, 512, 768, 2048, 4096)]
     assert found == [False, True, True, True, False]
+
+
+def test_values_that_nobody_measured_agree_only_where_they_are_equal():
+    stated = {n: cpu_map(dram__size=Property(n, "B", "datasheet", "paper")) for n in (141e9, 140e9, 80e9)}
+    found = [agreement(stated[141e9], other)["dram.size"] for other in stated.values()]
+    assert found == [True, True, False]
+    assert agreement(stated[80e9], cpu_map(dram__size=measured(141e9, "B")))["dram.size"] is True
 
 
 def test_measured_caches_against_those_of_the_system():

@@ -7,11 +7,12 @@ import pytest
 from rich.console import Console
 
 import gpu_probe
-from gpu_probe import PropertyMap, cli
+from gpu_probe import PropertyMap, cli, report
 from gpu_probe.devices import connect
 from gpu_probe.devices.cpu import caches
 from gpu_probe.probe import DeviceError, Probe, Target
 from gpu_probe.probes import probes
+from gpu_probe.progress import Progress
 from gpu_probe.runner import Session, analyze, configuration, load_samples, measure, visits
 from gpu_probe.samples import Reading, Sample, Samples
 from gpu_probe.statistics import measured as measured_of
@@ -185,6 +186,7 @@ def line(monkeypatch, tmp_path):
         return code, console.export_text()
 
     run.folder = tmp_path / "out"
+    run.executed = lambda: machine.executed
     return run
 
 
@@ -194,7 +196,7 @@ def test_run_writes_map_samples_and_images(line):
     assert {p.name for p in line.folder.iterdir()} == {"map.json", "samples.json", "fake.png"}
     assert PropertyMap.load(line.folder / "map.json").get("l1.latency", "ns") == 2.0
     code, text = line("run", "--output", line.folder, "--repeats", 3)
-    assert "9 samples kept" in text
+    assert "all 9 samples are an earlier run's, nothing was measured; --fresh" in text and "measured in" not in text
     assert line("compare", line.folder, line.folder)[0] == cli.EXIT_DONE
     assert "l1.latency" in line("show", line.folder, "--methods")[1]
     (line.folder / "fake.png").unlink()
@@ -222,8 +224,9 @@ def test_dry_run_executes_nothing(line):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nothing.json"], "expected a file or one of the shipped maps"),
+        (["show", "nothing.json"], "expected a file, a folder that has map.json, or one of"),
         (["run", "--probes", "abacus"], "no probe for cpu has ['abacus'] in its name"),
+        (["run", "--profile"], "--profile: expected --device cuda, whose kernels Nsight Compute counts, found cpu"),
         (["run", "--target", "h200"], "--target names a GPU to compile for, which needs --dry-run"),
     ],
 )
@@ -231,6 +234,56 @@ def test_wrong_use_is_one_sentence(line, capsys, arguments, message):
     assert line(*arguments)[0] == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["run"], ["plot", "h200"]])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(line, tmp_path, capsys, command):
+    (tmp_path / "file").write_text("kept")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/foo"):
+        assert line(*command, "--output", folder)[0] == cli.EXIT_USAGE
+        error = capsys.readouterr().err
+        assert f"--output: expected a folder for the results, found '{folder}'" in error and error.count("\n") == 1
+    assert line.executed() == [] and (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_probe_of_another_kind_is_hinted_at(capsys):
+    assert cli.main(["run", "--probes", "cuda_exp"]) == cli.EXIT_USAGE
+    assert "no probe for cpu has ['cuda_exp'] in its name, but cuda has: --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("repeats", ["1.5", "2", "many"])
+def test_repeats_are_a_whole_number(line, capsys, repeats):
+    with pytest.raises(SystemExit):
+        line("run", "--repeats", repeats)
+    assert f"argument --repeats: expected a whole number from 3 on, found {repeats!r}" in capsys.readouterr().err
+
+
+def test_help_names_the_targets(line, capsys):
+    with pytest.raises(SystemExit):
+        line("run", "--help")
+    assert "a100, b200, h100, h200, l4, or an architecture such as sm_90a" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_log_has_a_line_for_each_tenth_that_takes_its_time():
+    now = [0.0]
+    console = Console(record=True, width=200, force_terminal=False)
+    with Progress("x", 20, console, lambda: now[0], tenths=True) as progress:
+        for step in range(20):
+            now[0] += 0.125 if step < 10 else 1.0
+            progress.advance("step")
+    found = [text.split() for text in console.export_text().splitlines()]
+    assert [words[1] for words in found] == ["8/20", "12/20", "14/20", "16/20", "18/20", "20/20"]
+    assert found[-1] == ["x", "20/20", "11", "s"]
+
+
+def test_a_noisy_run_is_told_with_what_to_do():
+    probe = Machine().probe()
+    still, wide = (
+        Samples(tuple(Sample("fake", {"n": 1}, "ns", i, v) for i, v in enumerate(x))) for x in ([2, 2], [1, 9])
+    )
+    assert report.noise([probe], still, 2.0, 2) is None and report.noise([probe], still, None, 2) is None
+    assert "(load average 2.5 on 2 cores): stop what else runs here" in (report.noise([probe], still, 2.5, 2) or "")
+    assert "(median spread above 100% of fake)" in (report.noise([probe], wide, None, 2) or "")
 
 
 def test_maps_that_disagree_exit_with_1(line, tmp_path):

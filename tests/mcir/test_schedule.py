@@ -173,6 +173,6 @@ def test_what_a_map_lacks_is_assumed_and_named():
         "dram.bw_copy or dram.bw_read or dram.bw",
         "launch.loop_step",
     )
-    zero = Hardware.from_map(map_of("cpu", dram__bw=(0, "B/s"), gemm__float32=(1, "FLOP/s")), default)
-    assert zero.flops_per_byte == 8.0
+    zero = Hardware.from_map(map_of("cpu", dram__bw=(1, "B/s"), launch__loop_step=(0, "s")), default)
+    assert zero.step_bytes == default.step_bytes and "launch.loop_step" in zero.missing
     assert Hardware.from_map(map_of("cpu")).cache_bytes == Hardware.host().cache_bytes

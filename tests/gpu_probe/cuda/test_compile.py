@@ -97,6 +97,9 @@ def test_missing_packages_are_named(monkeypatch):
 def test_an_unknown_gpu_is_refused_with_those_there_are():
     with pytest.raises(DeviceError, match=r"expected a100, .* or an architecture like sm_90a, found 'v100'"):
         connect("cuda", "v100", compile_only=True)
+    for old in ("sm_75", "sm_70"):
+        with pytest.raises(DeviceError, match=f"--target: expected sm_80 or later, .* found '{old}'"):
+            connect("cuda", old, compile_only=True)
     with pytest.raises(DeviceError, match="expected no name of a GPU"):
         connect("cuda", "h200")
 

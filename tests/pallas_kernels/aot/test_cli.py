@@ -70,6 +70,7 @@ def test_what_cannot_be_traced_or_compiled_in_time(here, capsys):
         (["h200", "mymodel:layer", "--init", "mymodel:number"], "--init: expected a function, found a int"),
         (["h200", "mymodel:layer", "--json", "."], "--json: expected the name of a file, found the folder"),
         (["h200", "mymodel:layer", "--timeout", "0"], "must be above 0, found 0"),
+        (["h200", "mymodel:layer", "--timeout", "soon"], "must be a number above 0, found 'soon'"),
     ],
 )
 def test_errors_name_the_argument_and_the_remedy(here, capsys, arguments, message):
