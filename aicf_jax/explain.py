@@ -29,7 +29,7 @@ from aicf_jax.plan import linearize
 from aicf_jax.policy import NUMERICS, TARGETS, Policy
 from aicf_jax.printer import type_text
 from aicf_jax.report import Fusion, Report
-from aicf_jax.select import cost_of, is_left_to_xla, kernel_cost, kernel_for, unfused_cost
+from aicf_jax.select import is_left_to_xla, kernel_cost, kernel_for, reported_cost, unfused_cost
 from aicf_jax.verify import bound_of
 
 
@@ -66,12 +66,13 @@ def explain(
 def report_of(plan: Plan, name: str, context: Context) -> Report:
     """What a plan does, under this name."""
     before = linearize(build(plan.unfused), {}).peak_bytes()
+    note = context.policy.map_note(_platform(context.policy))
     if plan.rewritten is None:
-        return Report(name, (), (), str(plan.jaxpr), before, before, plan.failure)
+        return Report(name, (), (), str(plan.jaxpr), before, before, plan.failure, hardware=note)
     done = plan.rewritten
     fusions = tuple(_fusion(fused, context) for fused in done.fusions)
     after = done.plan.peak_bytes()
-    return Report(name, fusions, done.refusals, str(plan.jaxpr), before, after, outlines=outlines(done))
+    return Report(name, fusions, done.refusals, str(plan.jaxpr), before, after, outlines=outlines(done), hardware=note)
 
 
 def entry(
@@ -119,8 +120,8 @@ def _opened(target: Any) -> tuple[Callable[..., Any], str, Context | None]:
 
 def _fusion(fused: Fused, context: Context) -> Fusion:
     op = fused.op
-    cost = cost_of(op)
     platform = _platform(context.policy)
+    cost = reported_cost(op, platform)
     wanted = tuple(i for i, a in enumerate(op.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact))
     # What is part of a backward already has none to show: it is differentiated as its equations.
     backward = None if any(s.role in ("gradient", "opaque") for s in op.steps) else backward_program(op, wanted)

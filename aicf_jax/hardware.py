@@ -63,7 +63,10 @@ class Work:
 
 
 def work_of(op: FusedOp) -> Work:
-    """Counts ``dot_general`` (2 m n k) and `_TRANSCENDENTAL` in the equations; convolutions as products too."""
+    """Counts ``dot_general`` (2 m n k) and `_TRANSCENDENTAL` in the equations; convolutions as products too.
+
+    In full: what a kernel may skip, as tiles that a causal mask hides, is counted.
+    """
     products: dict[str, int] = {}
     exponentials = 0
     for eqn in (e for step in op.steps for e in step.body.eqns):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +26,13 @@ TARGETS: Mapping[str, str] = {
 
 #: Targets that name no machine.
 GENERIC = ("cpu", "gpu", "cuda")
+
+
+def target_named(device: str) -> str:
+    """The target that a device is by its name, empty where there is none: an L4, but not an L40."""
+    kind = device.lower()
+    return next((t for t in TARGETS if t not in GENERIC and re.search(rf"{t}(?!\d)", kind)), "")
+
 
 _CHOICES = {
     "numerics": NUMERICS,
@@ -104,6 +112,22 @@ class Policy:
         """The property map where it is of a platform's kind of device, else None."""
         found = self.hardware if isinstance(self.hardware, PropertyMap) else None
         return found if found is not None and TARGETS.get(found.kind) == platform else None
+
+    def map_note(self, platform: str) -> str:
+        """What is to be known of the property map on a platform, empty where there is nothing.
+
+        That it is of another kind of device, and so not used; or that it is used and of another machine than `target`.
+        """
+        found = self.hardware
+        if not isinstance(found, PropertyMap):
+            return ""
+        if self.properties(platform) is None:
+            kinds = f"another kind of device ({found.kind}) than the program's ({platform})"
+            return f"the property map of {found.name} is of {kinds} and was not used"
+        is_named = self.target is not None and self.target not in GENERIC
+        if is_named and target_named(found.name) != self.target:
+            return f"the property map is of {found.name}, the target is {self.target}: ranking and needs follow the map"
+        return ""
 
     def allows(self, numerics: str) -> bool:
         """Whether a rewrite of class `numerics` is within this policy."""

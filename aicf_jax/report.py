@@ -24,9 +24,10 @@ class Fusion:
       site: the user's source line.
       attrs: attributes, e.g. ``"activation=relu has_bias=1"``.
       result: type of the result.
-      bytes_before, bytes_after: bytes between memory and chip, one kernel per operation as written against one in all.
-      launches_before, launches_after: kernel launches, counted the same way. What XLA fuses by itself is not
-        subtracted.
+      bytes_before, bytes_after: bytes between memory and chip, one kernel per operation as written against what the
+        chosen kernel moves (`Kernel.moved_bytes`), or one kernel in all where it is left to XLA.
+      launches_before, launches_after: kernel launches, counted the same way (`Kernel.launches`). What XLA fuses by
+        itself is not subtracted.
       backward: the derived composite backward as text.
       program, backward_program: the memory flow programs (`mcir`) of the kernels that operation and backward run as,
         empty where they are left to XLA.
@@ -73,6 +74,8 @@ class Report:
       failure: why the program runs unfused as a whole, None when it does not.
       outlines: the program, and those inside it that hold fusions, as `to_html` draws them.
       comparisons: what `aicf_jax.compare` has measured, of operations first and of the program last.
+      hardware: what is to be known of the policy's property map: that it is of another kind of device and was not used,
+        or of another machine than the target. Empty where there is nothing to say.
     """
 
     target: str
@@ -84,6 +87,7 @@ class Report:
     failure: str | None = None
     outlines: tuple[Outline, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    hardware: str = ""
 
     def count(self, op: str) -> int:
         """Number of fused operations of this name."""
@@ -121,6 +125,8 @@ class Report:
         lines = [head]
         if self.failure:
             lines.append(f"runs unfused: {self.failure}")
+        if self.hardware:
+            lines.append(f"hardware: {self.hardware}")
         for f in self.fusions:
             lines += ["", *_fusion_lines(f)]
         for r in self.refusals:

@@ -65,6 +65,16 @@ def _moved_by_equations(body: Any) -> list[int]:
     return moved
 
 
+def reported_cost(op: FusedOp, platform: str) -> Cost:
+    """`cost_of`, where a kernel is chosen with what that moves and launches by its own account."""
+    cost, kernel = cost_of(op), kernel_for(op, platform)
+    if kernel is None:
+        return cost
+    moved = kernel.moved_bytes or kernel.cost_bytes
+    after = moved(op) if moved is not None else cost.bytes_after
+    return dataclasses.replace(cost, bytes_after=after, launches_after=kernel.launches_of(op))
+
+
 def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
     """`op` with its choice for each platform, and a refusal for each kernel that could not be taken."""
     refusals, choices = [], []
@@ -126,10 +136,9 @@ def unfused_cost(op: FusedOp, platform: str) -> Ranked:
 
 
 def kernel_cost(kernel: Kernel, op: FusedOp, platform: str) -> Ranked:
-    """Of the operation as one kernel."""
-    cost = cost_of(op)
-    moved = kernel.cost_bytes(op) if kernel.cost_bytes else cost.bytes_after
-    return _ranked(op, platform, moved, cost.launches_after)
+    """Of the operation as a kernel runs it."""
+    moved = kernel.cost_bytes(op) if kernel.cost_bytes else op.outer_bytes()
+    return _ranked(op, platform, moved, kernel.launches_of(op))
 
 
 def _candidates(op: FusedOp, platform: str) -> list[Kernel]:

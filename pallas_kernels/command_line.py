@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat
 
-_LETTERS = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
+#: Of short names, as jax prints them and as HLO does.
+_LETTERS = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint", "c": "complex"}
+_SHORT = (
+    "f16",
+    "f32",
+    "f64",
+    "bf16",
+    *(f"{kind}{n}" for kind in "isu" for n in (8, 16, 32, 64)),
+    "c64",
+    "c128",
+    "pred",
+)
 
 
 class Unusable(Exception):
@@ -69,19 +81,35 @@ def initial(argument: str, text: str | None) -> tuple[Any, ...]:
 
 def array_type(argument: str, text: str) -> jax.ShapeDtypeStruct:
     """``f32[8,128]`` or ``float32[8, 128]``."""
-    example = "For example f32[8,128], bf16[4], i32[]"
+    example = f"For example f32[8,128], bf16[4], i32[], pred[8]; element types are {', '.join(_SHORT)}"
     match = re.fullmatch(r"\s*([a-z]+)(\d*)\s*\[([\d\s,]*)\]\s*", text)
     if match is None:
         raise Unusable(argument, "an element type and a shape", repr(text), example)
     word, bits, sizes = match.groups()
     try:
-        dtype = jnp.dtype(_LETTERS.get(word, word) + bits)
+        dtype = jnp.dtype("bool" if word + bits == "pred" else _LETTERS.get(word, word) + bits)
         shape = tuple(int(n) for n in sizes.split(",")) if sizes.strip() else ()
     except (TypeError, ValueError) as error:
         raise Unusable(argument, "an element type and a shape", repr(text), example) from error
     if dtype.itemsize == (16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8) and not _compat.x64_enabled():
         raise Unusable(argument, "types of up to 32 bits", repr(text), "JAX_ENABLE_X64=1 turns 64 bits on")
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def check_call(argument: str, fn: Callable[..., Any], args: Sequence[Any], name: str) -> None:
+    """Raises Unusable where a function cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # of a builtin: the call tells
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        known = signature.parameters.values()
+        needed = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known)
+        takes = ", ".join(map(str, known))
+        expected = f"a type for each of the {needed} arguments of {name}({takes})"
+        raise Unusable(argument, expected, f"{len(args)} ({error})", "--init can make the first ones") from error
 
 
 def positive(text: str) -> float:

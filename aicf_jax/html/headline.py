@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from aicf_jax.report import Report
 
 
+_MODEL = (
+    "Traffic and launches compare one kernel per operation with what the chosen kernel counts, or with one in all "
+    "where it is left to XLA: a model, no measurement."
+)
+
+
 def headline(report: Report) -> Markup:
     """Four numbers, each with what it means, and a warning where the program runs unfused."""
     kinds = ", ".join(f"{n} {op}" for op, n in Counter(f.op for f in report.fusions).most_common())
@@ -23,7 +29,7 @@ def headline(report: Report) -> Markup:
         _pair("kernel launches", report.launches_before, report.launches_after, "{:,}".format),
         class_="tiles",
     )
-    return tag("header", tag("h1", report.target), _failure(report), tiles, _note(report))
+    return tag("header", tag("h1", report.target), _failure(report), _hardware(report), tiles, _note(report))
 
 
 def _tile(name: str, value: str | Markup, note: str) -> Markup:
@@ -44,11 +50,15 @@ def _failure(report: Report) -> Markup | None:
     return tag("p", tag("strong", "Runs unfused: "), report.failure, class_="warning", role="alert")
 
 
+def _hardware(report: Report) -> Markup | None:
+    return tag("p", tag("strong", "Hardware: "), report.hardware, class_="note") if report.hardware else None
+
+
 def _note(report: Report) -> Markup:
     xla = sum(f.kernel == "xla" for f in report.fusions)
     parts = []
     if report.fusions:
-        parts.append("Traffic and launches compare one kernel per operation with one in all: a model, no measurement.")
+        parts.append(_MODEL)
     if xla:
         parts.append(f"{plural(xla, 'fusion is', 'fusions are')} left to XLA: the equations run as written.")
     if report.peak_bytes_before:

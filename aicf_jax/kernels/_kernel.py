@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from aicf_jax.policy import GENERIC, NUMERICS, TARGETS
+from aicf_jax.policy import GENERIC, NUMERICS, TARGETS, target_named
 
 
 class _Any:
@@ -82,7 +81,11 @@ class Kernel:
       program: ``program(op) -> text``: the memory flow program it runs, for `explain`.
       numerics: class of its results against the operation's equations, see `Policy`.
       deterministic: the same inputs give the same bits on every run.
-      cost_bytes: `FusedOp` -> bytes it moves between memory and chip; None means "inputs and results once".
+      cost_bytes: `FusedOp` -> bytes it moves between memory and chip, by which it is ranked; other costs may be in it
+        as bytes that take as long. None means "inputs and results once".
+      moved_bytes: `FusedOp` -> bytes that a call of `run` moves, for `explain`, where `cost_bytes` has others too; None
+        means `cost_bytes`.
+      launches: how many kernels `run` launches, or `FusedOp` -> that: a property map of a GPU ranks by them too.
 
     Raises:
       ValueError: naming the attribute, what was expected, what was found.
@@ -104,6 +107,8 @@ class Kernel:
     partition: Callable[[Any, bool], Any] | None = None
     available: Callable[[], tuple[str, str] | None] | None = None
     needs: Callable[[Any], Sequence[Any]] | None = None
+    moved_bytes: Callable[[Any], int] | None = None
+    launches: Callable[[Any], int] | int = 1
 
     def __post_init__(self) -> None:
         if self.name == XLA or not self.name:
@@ -138,6 +143,10 @@ class Kernel:
             return True
         return target in (None, *GENERIC) and _gpu_at_hand() in self.targets
 
+    def launches_of(self, op: Any) -> int:
+        """How many kernels it launches for an operation."""
+        return self.launches if isinstance(self.launches, int) else self.launches(op)
+
     def unmet(self, requirements: Mapping[str, Hashable]) -> dict[str, Hashable]:
         """The requirements this kernel does not meet: requirements are a subset of capabilities when it is empty."""
         return {k: v for k, v in requirements.items() if k not in self.capabilities or v not in self.capabilities[k]}
@@ -148,10 +157,4 @@ def _gpu_at_hand() -> str:
     """The target that the first GPU of this process is, empty where there is none or one that has no name here."""
     if jax.default_backend() != "gpu":
         return ""
-    return _named(jax.devices()[0].device_kind)
-
-
-def _named(device_kind: str) -> str:
-    """The target that a device is by its name: an L4, but not an L40."""
-    kind = device_kind.lower()
-    return next((t for t in TARGETS if t not in GENERIC and re.search(rf"{t}(?!\d)", kind)), "")
+    return target_named(jax.devices()[0].device_kind)

@@ -142,6 +142,19 @@ def _operand_gradients(
     return [next(given) if is_asked else None for is_asked in asked]
 
 
+def gradient_launches(op: FusedOp, wanted: Sequence[int]) -> int:
+    """Of a block of classes the logits' gradient, and a product for X and W each that is wanted."""
+    v = variant(op)
+    if not isinstance(v, Variant):
+        return 1
+    from pallas_kernels.linear_cross_entropy.config import default_backward
+
+    products = sum(m.argument in wanted for m in (v.x, v.w))
+    classes = v.size(*v.w.dims[1 - v.trans_w])
+    block = default_backward(v.size(*v.x.dims[0]), classes).block
+    return -(-classes // block) * (1 + products) if products else 0
+
+
 def bytes_of_product(op: FusedOp) -> int:
     """The traffic that takes as long as the product of hidden states and vocabulary, which a backward makes again."""
     v = variant(op)

@@ -151,11 +151,17 @@ def gradient_kernel(op: str, library: Library | None = None) -> Kernel:
         ),
         library.run_gradient,
         cost_bytes=library.cost_bytes,
+        launches=_gradient_launches,
         partition=_partition_gradient,
         targets=library.targets,
         opaque=True,
         available=library.available,
     )
+
+
+def _gradient_launches(op: FusedOp) -> int:
+    """One over the rows, and one that adds up what their blocks have of the gradients of scale and bias."""
+    return 1 + any(name in ("dscale", "dbias") for name in op.result_names)
 
 
 # -- forward ---------------------------------------------------------------------------------------------

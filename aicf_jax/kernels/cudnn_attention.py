@@ -6,7 +6,7 @@ Without measurements it is ranked behind the kernels whose traffic is known.
 
 from __future__ import annotations
 
-from aicf_jax.kernels._attention import capabilities, forward
+from aicf_jax.kernels._attention import capabilities, forward, moved_bytes
 from aicf_jax.kernels._cudnn import TARGETS, TEXT, available, fits, library, ranked_bytes
 from aicf_jax.kernels._kernel import Kernel
 
@@ -17,6 +17,7 @@ KERNEL = Kernel(
     capabilities(TEXT, fits),
     **forward(library, any_band=False),
     cost_bytes=ranked_bytes,
+    moved_bytes=moved_bytes,
     targets=TARGETS,
     opaque=True,
     with_devices=True,

@@ -6,7 +6,7 @@ Accumulated in float32, in no fixed order.
 
 from __future__ import annotations
 
-from aicf_jax.kernels._attention import gradient, gradient_capabilities
+from aicf_jax.kernels._attention import gradient, gradient_capabilities, moved_bytes
 from aicf_jax.kernels._cudnn import TARGETS, TEXT, available, fits, library, ranked_bytes
 from aicf_jax.kernels._kernel import Kernel
 
@@ -18,6 +18,7 @@ KERNEL = Kernel(
     **gradient(library, any_band=False),
     deterministic=False,
     cost_bytes=ranked_bytes,
+    moved_bytes=moved_bytes,
     targets=TARGETS,
     opaque=True,
     with_devices=True,

@@ -60,6 +60,13 @@ def _bytes(op: FusedOp) -> int:
     return op.outer_bytes() + again * once + 4 * rows + moved + beside
 
 
+def _launches(op: FusedOp) -> int:
+    """One for dQ, one for dK and dV, and one for the gradient of a bias of queries x keys."""
+    if op.gradient_of is None or not isinstance(variant(op.gradient_of[0]), Variant):
+        return 2
+    return 2 + _attention_sides.pulls_tiles(op.gradient_of[0], known(op), op.gradient_of[1])
+
+
 KERNEL = Kernel(
     "mosaic_attention_grad",
     "attention_grad",
@@ -76,6 +83,7 @@ KERNEL = Kernel(
     ),
     **gradient(_library, with_sides=True),
     cost_bytes=_bytes,
+    launches=_launches,
     targets=TARGETS,
     needs=needs,
     opaque=True,

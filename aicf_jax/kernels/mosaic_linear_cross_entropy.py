@@ -58,6 +58,8 @@ KERNEL = Kernel(
     {"operand_dtypes": tuple((t, t) for t in NARROW), "output_dtype": ANY, "steps": ANY, "variant": VARIANT},
     _run,
     cost_bytes=_bytes,
+    moved_bytes=FusedOp.outer_bytes,
+    launches=2,  # parts of the vocabulary, and to merge them
     save=_save,
     partition=_partition,
     targets=TARGETS,

@@ -11,7 +11,7 @@ from typing import Any
 
 from aicf_jax.kernels._hopper import TARGETS, needs
 from aicf_jax.kernels._kernel import ANY, Kernel
-from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradients
+from aicf_jax.kernels._loss import VARIANT, bytes_of_product, gradient_launches, gradients
 from aicf_jax.ops import FusedOp
 
 
@@ -31,6 +31,10 @@ def _bytes(op: FusedOp) -> int:
     return op.outer_bytes() + (0 if op.gradient_of is None else bytes_of_product(op.gradient_of[0]))
 
 
+def _launches(op: FusedOp) -> int:
+    return 1 if op.gradient_of is None else gradient_launches(*op.gradient_of)
+
+
 KERNEL = Kernel(
     "mosaic_linear_cross_entropy_grad",
     "linear_cross_entropy_grad",
@@ -38,6 +42,8 @@ KERNEL = Kernel(
     {"dtypes": ANY, "recomputes": {True}, "variant": VARIANT},
     _run,
     cost_bytes=_bytes,
+    moved_bytes=FusedOp.outer_bytes,
+    launches=_launches,
     partition=_partition,
     targets=TARGETS,
     needs=needs,

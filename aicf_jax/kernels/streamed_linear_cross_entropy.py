@@ -33,6 +33,7 @@ KERNEL = Kernel(
     {"operand_dtypes": ANY, "output_dtype": ANY, "steps": ANY, "variant": ANY},
     _run,
     cost_bytes=_loss_programs.moved_bytes,
+    moved_bytes=FusedOp.outer_bytes,
     save=_save,
     program=_program,
 )

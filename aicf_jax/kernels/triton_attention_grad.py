@@ -26,6 +26,7 @@ KERNEL = Kernel(
     gradient_capabilities(*attention_fits()),
     **gradient(_library),
     cost_bytes=moved_bytes,
+    launches=3,  # numbers of rows, dQ, dK and dV
     targets=TARGETS,
     opaque=True,
     available=available,

@@ -38,7 +38,7 @@ NEAR_MISSES = {  # the most telling last
     ),
     "softmax_parts_reused": (
         "the maximum, the exponentials and their sum are used by the softmax only",
-        "a softmax whose inner values are used elsewhere too",
+        "a softmax whose inner values are used elsewhere too (by its gradient? fuse f, then differentiate)",
     ),
 }
 

@@ -16,7 +16,7 @@ from gpu_probe.files import write_atomic
 from pallas_kernels.aot.compile import check_packages, compile_all
 from pallas_kernels.aot.report import Comparison, CompileReport
 from pallas_kernels.aot.target import names
-from pallas_kernels.command_line import Unusable, array_type, check_file, initial, named, positive
+from pallas_kernels.command_line import Unusable, array_type, check_call, check_file, initial, named, positive
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_file("--json", options.json)
         programs = {text: _function(where, text) for where, text in _programs(options)}
         args = (*initial("--init", options.init), *(array_type("--arg", text) for text in options.arg))
+        for text, fn in programs.items():
+            check_call("--arg", fn, args, text)
         check_packages()
     except (Unusable, ImportError) as error:
         parser.exit(EXIT_USAGE, f"{parser.prog}: {error}\n")

@@ -1,5 +1,8 @@
 """A property map in the policy: what it changes in tiles, kernel choice and explain. Without one nothing changes."""
 
+import dataclasses
+import html
+import json
 import pickle
 
 import jax
@@ -10,6 +13,7 @@ import aicf_jax
 import mcir
 from aicf_jax import Policy, hardware
 from aicf_jax.hardware import Need
+from aicf_jax.kernels import mosaic_gemm_epilogue
 from aicf_jax.ops import _programs
 from gpu_probe import Property, PropertyMap
 
@@ -66,6 +70,30 @@ class TestPolicy:
     def test_a_map_is_for_its_own_kind_of_device(self):
         assert Policy(hardware=CPU).properties("cuda") is None
         assert Policy(hardware="h200").properties("cpu") is None and Policy().properties("cpu") is None
+
+    @pytest.mark.parametrize(
+        ("found", "target", "note"),
+        [
+            (
+                "h200",
+                "cpu",
+                "the property map of NVIDIA H200 is of another kind of device (cuda) than the program's (cpu)",
+            ),
+            (CPU, "h200", "the property map of test cpu is of another kind of device (cpu) than the program's (cuda)"),
+            ("h200", "a100", "the property map is of NVIDIA H200, the target is a100"),
+            ("h200", "h200", ""),
+            ("h200", "gpu", ""),
+            (None, "cpu", ""),
+        ],
+    )
+    def test_one_that_is_not_used_or_of_another_machine_is_told_of(self, found, target, note):
+        report = aicf_jax.explain(jnp.sin, 1.0, policy=Policy(hardware=found, target=target))
+        assert report.hardware.startswith(note) and bool(report.hardware) == bool(note)
+        assert report.hardware in str(report) and json.loads(report.to_json())["hardware"] == report.hardware
+        assert html.escape(report.hardware, quote=False) in report.to_html().replace("&#x27;", "'").replace(
+            "&#39;", "'"
+        )
+        assert ("hardware: " in str(report)) == ("Hardware: " in report.to_html()) == bool(note)
 
 
 class TestTiles:
@@ -124,6 +152,16 @@ class TestChoice:
         policy = Policy(target="cpu", hardware=of(l3__size=(64, "MiB"), dram__bw=(10, "GB/s")))
         (refusal,) = aicf_jax.explain(attention, *shapes(512), policy=policy).refusals
         assert refusal.code == "no_gain" and "as xla takes" in refusal.expected and "us for" in refusal.found
+
+    def test_a_kernel_that_launches_more_takes_longer(self):
+        """10 us each: 50 launches take longer than the three that the equations take as written."""
+        many = dataclasses.replace(mosaic_gemm_epilogue.KERNEL, launches=50)
+        policy = Policy(target="h200", hardware=of("cuda", dram__bw=(4800, "GB/s"), launch__graph=(10, "us")))
+        chosen = [
+            aicf_jax.explain(dense, *DENSE, policy=policy, kernels=(k,)) for k in (mosaic_gemm_epilogue.KERNEL, many)
+        ]
+        assert [r.fusions[0].kernel for r in chosen] == ["mosaic_gemm_epilogue", "xla"]
+        assert chosen[1].refusals[-1].code == "no_gain"
 
     def test_launches_count_on_a_gpu_and_only_there(self):
         gpu = of("cuda", dram__bw=(1, "TB/s"), launch__stream=(2, "us"))

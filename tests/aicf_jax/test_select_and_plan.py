@@ -10,7 +10,7 @@ import aicf_jax
 from aicf_jax import FuseError, Kernel, Policy
 from aicf_jax.cache import build_plan
 from aicf_jax.fuse import make_context
-from aicf_jax.kernels import XLA
+from aicf_jax.kernels import XLA, triton_attention_grad
 from aicf_jax.select import cost_of
 from tests.support import EVERY_GEMM_EPILOGUE
 
@@ -44,6 +44,12 @@ class TestSelection:
     def test_the_cheaper_of_two_wins(self):
         cheap = kernel("cheap", cost_bytes=lambda op: 1)
         assert explain(kernel(), cheap).fusions[0].kernel == "cheap"
+
+    def test_what_a_kernel_moves_and_launches_by_its_own_account_is_reported(self):
+        (mine,) = explain(kernel(cost_bytes=lambda op: 9, launches=lambda op: len(op.steps))).fusions
+        assert (mine.bytes_after, mine.launches_before, mine.launches_after) == (9, 3, 3)
+        (mine,) = explain(kernel(cost_bytes=lambda op: 9, moved_bytes=lambda op: 7, launches=2)).fusions
+        assert (mine.bytes_after, mine.launches_after) == (7, 2)
 
     def test_kernels_are_chosen_for_each_platform(self):
         cuda = kernel("on_gpu", platforms=("cuda",))
@@ -238,3 +244,50 @@ def test_a_kernel_for_some_machines_needs_one_of_them(target, chosen, codes):
 def test_a_machine_of_another_platform_is_refused():
     with pytest.raises(ValueError, match=r"Kernel\('hopper', targets=...\): expected machines of its platforms, found"):
         dataclasses.replace(HOPPER, targets=("cpu",))
+
+
+class TestLaunches:
+    """Kernels that are several say so."""
+
+    @staticmethod
+    def attention_gradient(*wanted):
+        x, b = jax.ShapeDtypeStruct((2, 1024, 8, 64), "bfloat16"), jax.ShapeDtypeStruct((2, 8, 1024, 1024), "bfloat16")
+        policy = Policy(target="h200")
+
+        def attention(q, k, v, bias):
+            return jax.nn.dot_product_attention(q, k, v, bias)
+
+        def gradient(*args):
+            return jax.grad(lambda *a: aicf_jax.fuse(attention, policy=policy)(*a).astype("float32").sum(), wanted)(
+                *args
+            )
+
+        found = aicf_jax.explain(gradient, x, x, x, b, policy=policy).fusions
+        return next(f for f in found if f.op == "attention_grad")
+
+    def test_of_the_gradient_of_attention(self):
+        plain = self.attention_gradient(0, 1, 2)
+        with_bias = self.attention_gradient(0, 1, 2, 3)
+        assert [f.kernel for f in (plain, with_bias)] == ["mosaic_attention_grad"] * 2
+        assert (plain.launches_after, with_bias.launches_after) == (2, 3)
+        assert with_bias.bytes_after > plain.bytes_after > 8 * 2 * 2 * 1024 * 8 * 64  # Q, K, V, Y, their cotangents
+        assert triton_attention_grad.KERNEL.launches == 3
+
+    def test_of_a_vocabulary_loss(self):
+        """Of each block of classes the logits' gradient, and a product for h and one for W."""
+        args = [jax.ShapeDtypeStruct(s, d) for s, d in (((2048, 256), "bfloat16"), ((256, 32768), "bfloat16"))]
+
+        def losses(h, w, label):
+            logits = (h @ w).astype("float32")
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], 1)[:, 0]
+
+        def gradient(h, w, label, ct):
+            fused = aicf_jax.fuse(losses, policy=Policy(target="h200"))
+            return jax.vjp(lambda h, w: fused(h, w, label), h, w)[1](ct)
+
+        label, ct = (jax.ShapeDtypeStruct((2048,), d) for d in ("int32", "float32"))
+        forward, backward = aicf_jax.explain(gradient, *args, label, ct, policy=Policy(target="h200")).fusions
+        assert (forward.kernel, forward.launches_after) == ("mosaic_linear_cross_entropy", 2)
+        assert backward.kernel == "mosaic_linear_cross_entropy_grad"
+        assert backward.launches_after > 3 and backward.launches_after % 3 == 0
+        assert forward.bytes_after < forward.bytes_before and backward.bytes_after < backward.bytes_before

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import aicf_jax
+from aicf_jax import policy
 from aicf_jax.kernels import (
     KERNELS,
     Kernel,
     _ampere,
     _attention,
     _gemm_epilogue,
-    _kernel,
     _norm,
     triton_attention,
     triton_attention_grad,
@@ -101,7 +101,7 @@ def test_what_a_kernel_needs_is_asked_last_and_said():
     [("NVIDIA L4", "l4"), ("NVIDIA L40S", ""), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100")],
 )
 def test_the_gpu_at_hand_is_known_by_its_name(kind, target):
-    assert _kernel._named(kind) == target
+    assert policy.target_named(kind) == target
 
 
 # -- results ---------------------------------------------------------------------------------------------

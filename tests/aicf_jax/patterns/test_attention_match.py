@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import aicf_jax
 from tests.aicf_jax.attention_support import codes, graph_of, matches, normal
 from tests.corpus import attention_spellings as corpus
 
@@ -213,6 +214,12 @@ def test_near_misses(name):
     code, f = NEAR_MISSES[name]
     assert matches(f, Q, K, V) == []
     assert codes(f, Q, K, V) == [code]
+
+
+def test_a_program_that_is_differentiated_already_is_told_what_to_do():
+    gradient = jax.grad(lambda *args: attention(*args).sum(), (0, 1, 2))
+    (refusal,) = aicf_jax.explain(gradient, Q, K, V).refusals
+    assert refusal.code == "softmax_parts_reused" and "fuse f, then differentiate" in refusal.found
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ def test_what_cannot_be_traced_or_compiled_in_time(here, capsys):
         (["h200", "mymodel:number"], "TARGET: expected a function, found a int"),
         (["h200", "mymodel:layer", "--beside", "mymodel:no"], "--beside: expected mymodel to have no, found no 'no'"),
         (["h200", "mymodel:layer", "--arg", "bf16(8)"], "--arg: expected an element type and a shape"),
+        (["h200", "mymodel:layer", "--arg", "t32[8]"], "element types are f16, f32, f64, bf16, i8"),
+        (
+            ["h200", "mymodel:layer", *SHAPES[:4]],
+            "--arg: expected a type for each of the 3 arguments of mymodel:layer(x, w, b), found 2 (missing",
+        ),
         (["h200", "mymodel:layer", "--init", "mymodel:number"], "--init: expected a function, found a int"),
         (["h200", "mymodel:layer", "--json", "."], "--json: expected the name of a file, found the folder"),
         (["h200", "mymodel:layer", "--timeout", "0"], "must be above 0, found 0"),
