@@ -180,7 +180,7 @@ COMPILED: Mapping[str, Case] = {
 #: Likewise, with the bytes that the assembler spills at most: sums, two tiles and a slope are too much for jax 0.10's,
 #: and limits, a fill and tiles of biases and masks beside heads of 128 for any.
 SPILLING: Mapping[str, tuple[Case, int]] = {
-    "shared heads, window, softcap, ragged, D 256": (_capped(256), 32),
+    "shared heads, window, softcap, ragged, D 256": (_capped(256), 48),
     "bias, padding, low fill, causal, D 128": (_filled(128, bias="1hst", padding=True), 32),
     "bias, mask, low fill, causal, D 128": (_filled(128, bias="1hst", mask="b1st"), 128),
 }

@@ -76,7 +76,7 @@ def gradients(
       at: which tile.
       products: Z, in float32.
       dp: the gradient of P without dropout; None where P alone is wanted.
-      numbers: delta and `statistics` of each query, as large as the tile.
+      numbers: delta (None without dp) and `statistics` of each query, as large as the tile.
       with_weights: whether P is wanted.
     """
     s, (delta, *known) = at.sides, numbers

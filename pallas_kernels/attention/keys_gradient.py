@@ -168,11 +168,12 @@ def _step(
     gpu.barrier_wait(smem["loaded"].at[slot])
     tiles = (keys, _compat.transposed(q)), (values, _compat.transposed(dout))
     products, *dp = scores.multiply(*(tiles if "dk" in of else tiles[:1]))
-    numbers = [smem["numbers"][slot, i] for i in range(p.numbers)]
+    # Nothing that is not used, as delta without dK: for what nothing constrains Mosaic tries all layouts.
+    used = range(0 if dp else 1, p.numbers)
+    numbers = spread([smem["numbers"][slot, i] for i in used], products.shape, 1)
+    numbers = numbers if dp else [None, *numbers]
     tile = Tile(p.turned, beside, smem, slot, owner, masked, p.band.turned, first_row, block * width, None)
-    weights, dx, dz = gradient_tile.gradients(
-        p, tile, products, dp[0] if dp else None, spread(numbers, products.shape, 1), "dv" in of
-    )
+    weights, dx, dz = gradient_tile.gradients(p, tile, products, dp[0] if dp else None, numbers, "dv" in of)
     factors = {"dk": (dz, q), "dv": (weights, dout)}
     pairs = tuple((factors[name][0].astype(p.dtype), factors[name][1]) for name in of)
     gpu.commit_smem()  # numbers of rows are read, before TMA writes there again
