@@ -39,9 +39,6 @@ _TOLD = (
     *("scale", "softcap", "band", "base"),
 )
 
-#: What a scale and a softcap are less than.
-_HIGHEST = 1e6
-
 
 def capabilities(text: str, fits: Callable[[Variant], bool], *told: str) -> dict[str, Any]:
     """What a forward can take: a kind of attention that `fits`, of which `text` tells, in one 16-bit type.
@@ -72,14 +69,16 @@ def _variants(text: str, fits: Callable[[Variant], bool], told: Sequence[str] = 
         plain = not any(untold) and len(depths) == 1 and len(set(item.dtypes)) == 1
         return plain and item.dtypes[0] in NARROW and _in_range(item) and fits(item)
 
-    return Where(f"Q, K, V and a result of one 16-bit type, {text}; numbers below {_HIGHEST:g}", holds)
+    return Where(f"Q, K, V and a result of one 16-bit type, {text}; numbers below 1e6", holds)
 
 
 def _in_range(v: Variant) -> bool:
     """Whether its numbers are such as `pallas_kernels.attention` takes."""
+    from pallas_kernels.attention.arguments import HIGHEST_NUMBER
+
     factors = [b.factor * v.base for b in v.biases]
     limited = [v.scale * v.base, *([] if v.softcap is None else [v.softcap * v.base])]
-    return all(x != 0 and math.isfinite(x) for x in factors) and all(0 < x < _HIGHEST for x in limited)
+    return all(x != 0 and math.isfinite(x) for x in factors) and all(0 < x < HIGHEST_NUMBER for x in limited)
 
 
 def forward(library: Callable[[], Any], with_sides: bool = False, any_band: bool = True) -> dict[str, Any]:

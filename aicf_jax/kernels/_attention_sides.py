@@ -22,13 +22,12 @@ _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 #: Biases of queries x keys, and those that are the same for all queries.
 _NAMES = ("bias", "key_bias")
 
-#: What hidden scores may be at most, of those that are no infinity.
-_HIGHEST_FILL = -1e4
-
 
 def fills_low(v: Variant) -> bool:
     """Whether hidden scores are -inf, or so low that their exponential is 0 beside others."""
-    return v.fill is None or -math.inf < v.fill * v.base <= _HIGHEST_FILL
+    from pallas_kernels.attention.arguments import HIGHEST_FILL
+
+    return v.fill is None or -math.inf < v.fill * v.base <= HIGHEST_FILL
 
 
 def sides(v: Variant, drawn: Any = None) -> tuple[Side, ...]:

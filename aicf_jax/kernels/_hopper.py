@@ -9,17 +9,15 @@ from aicf_jax.ops._attention_variant import Variant
 #: The machines they are made for.
 TARGETS = ("h100", "h200")
 
-#: Lengths of a head that attention takes are multiples of the first number up to the second.
-_HEAD_ATOM, _LONGEST_HEAD = 16, 256
-
-#: Which they are.
-HEADS = f"heads of a multiple of {_HEAD_ATOM} up to {_LONGEST_HEAD}"
+#: Of its heads.
+HEADS = "heads of a multiple of 16 up to 256"
 
 
 def takes_heads(v: Variant) -> bool:
     """Whether attention takes heads of this length, forward and backward."""
-    depth = v.size(v.roles.depth)
-    return depth % _HEAD_ATOM == 0 and depth <= _LONGEST_HEAD
+    from pallas_kernels.attention.config import is_head_dim
+
+    return is_head_dim(v.size(v.roles.depth))
 
 
 def needs(op: FusedOp) -> tuple[Need, ...]:

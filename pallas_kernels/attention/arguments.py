@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,25 +16,37 @@ from pallas_kernels.attention.sides import Arrays
 
 LAYOUTS = ("bshd", "bhsd")
 
+#: What a scale and a softcap are less than.
+HIGHEST_NUMBER = 1e6
+
+#: What hidden scores may be at most, of those that are no infinity.
+HIGHEST_FILL = -1e4
+
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
 
 _NUMBERS = f"numbers of type {', '.join(_BIAS_DTYPES)}"
 _TYPES = {"segments": "integers of at most 32 bits", "bias": _NUMBERS, "key_bias": _NUMBERS}
 
 
-class Sizes(NamedTuple):
-    """Of Q, ``[batch, queries, heads, depth]`` in whatever order, and of K and V."""
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of Q, ``[batch, queries, heads, head_dim]`` in whatever order, and of K and V."""
 
     batch: int
     heads: int
     kv_heads: int
     queries: int
     keys: int
-    depth: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Heads of Q for each head of K and V."""
+        return self.heads // self.kv_heads
 
     def of_result(self, layout: str) -> tuple[int, ...]:
         """The shape of O, and of Q."""
-        return tuple({"b": self.batch, "h": self.heads, "s": self.queries, "d": self.depth}[d] for d in layout)
+        return tuple({"b": self.batch, "h": self.heads, "s": self.queries, "d": self.head_dim}[d] for d in layout)
 
 
 def sizes(
@@ -64,8 +77,8 @@ def check_scores(
 ) -> None:
     """Raises ValueError unless these make scores of which each query has some."""
     check = functools.partial(expect, function)
-    check("scale", 0 < scale < 1e6, "a positive number", scale)
-    check("softcap", softcap is None or 0 < softcap < 1e6, "None or a positive number", softcap)
+    check("scale", 0 < scale < HIGHEST_NUMBER, "a positive number", scale)
+    check("softcap", softcap is None or 0 < softcap < HIGHEST_NUMBER, "None or a positive number", softcap)
     check("lower", lower is None or of.queries - 1 + lower < of.keys, "a key for each query", lower)
     check("upper", upper is None or upper >= 0, "a key for each query", upper)
     check("upper", lower is None or upper is None or lower <= upper, f"at least the lower limit {lower}", upper)
@@ -96,7 +109,7 @@ def check_sides(function: str, of: Sizes, arrays: Arrays, factor: float, fill: f
         check("key_bias", arrays.key_bias, str(arrays.key_bias.dtype) in _BIAS_DTYPES, of.keys)
     expect_here("bias_factor", math.isfinite(factor) and factor != 0, "a number other than 0", factor)
     dropout.check(function, arrays.keep, keep_factor)
-    expect_here("fill", fill <= -1e4, "-inf, or a number so low that its exponential is 0 beside others", fill)
+    expect_here("fill", fill <= HIGHEST_FILL, "-inf, or a number so low that its exponential is 0 beside others", fill)
 
 
 def check_results(function: str, of: Sizes, layout: str, q: Any, out: Any, dout: Any, m: Any, l: Any) -> None:

@@ -24,6 +24,7 @@ Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -119,13 +120,14 @@ def backward(
         by_queries = by_keys = Sides(keep=by_queries.keep)
     per_column = max(by_queries.per_column, by_keys.per_column)
     is_drawn = isinstance(keep, Bernoulli)
-    config = config or default_backward(of.depth, softcap is None, by_queries.per_score, per_column, is_drawn)
-    taken = config.smem_bytes(of.depth, by_queries.per_score, per_column)
+    config = config or default_backward(of.head_dim, softcap is None, by_queries.per_score, per_column, is_drawn)
+    taken = config.smem_bytes(of.head_dim, by_queries.per_score, per_column)
     fits = interpret is not None or taken <= _mosaic.HOPPER_SMEM_BYTES
     expect("backward", "config", fits, f"at most {_mosaic.HOPPER_SMEM_BYTES} bytes of shared memory", taken)
     p = Problem(
-        *of, jnp.dtype(q.dtype), tuple(layouts), float(scale), Band(lower, upper), softcap, config, bool(interpret),
-        by_queries, by_keys, "key_bias" in wanted,
+        **dataclasses.asdict(of), dtype=jnp.dtype(q.dtype), layouts=tuple(layouts), scale=float(scale),
+        band=Band(lower, upper), softcap=softcap, config=config, simulated=bool(interpret), sides=by_queries,
+        turned=by_keys, of_keys="key_bias" in wanted,
     )  # fmt: skip
     return _gradients(p, interpret, arrays, wanted, q, k, v, out, dout, m, l)
 

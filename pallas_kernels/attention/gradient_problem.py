@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
 from pallas_kernels._arguments import expect_attribute
+from pallas_kernels.attention.arguments import Sizes
 from pallas_kernels.attention.scores import Band
 from pallas_kernels.attention.sides import Sides
 
@@ -95,19 +96,13 @@ def default_backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Sizes):
     """Everything the kernels are specialized on.
 
     `band`: the keys that a query sees. `sides`: what lies beside tiles whose rows are queries; `turned`: beside those
     whose rows are keys. `of_keys`: whether the gradient of a bias of keys is wanted.
     """
 
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int
     dtype: Any
     layouts: tuple[str, ...]
     scale: float
@@ -118,11 +113,6 @@ class Problem:
     sides: Sides
     turned: Sides
     of_keys: bool
-
-    @property
-    def group(self) -> int:
-        """Heads of Q for each head of K and V."""
-        return self.heads // self.kv_heads
 
     @property
     def may_see_all(self) -> bool:

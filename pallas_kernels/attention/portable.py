@@ -84,31 +84,22 @@ def default_backward(head_dim: int, has_softcap: bool = False) -> BackwardConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Sizes):
     """Sizes and equation, checked; `constants` is what the kernels are specialized on."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    depth: int
     layouts: tuple[str, ...]
     scale: float
     lower: int | None
     upper: int | None
     softcap: float | None
 
-    @property
-    def sizes(self) -> Sizes:
-        """Without the equation."""
-        return Sizes(self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.depth)
-
     def strides(self, name: str, layout: str) -> dict[str, int]:
         """Elements between batches, heads and rows of an array: q and out have the queries, k and v the keys."""
         heads, rows = (self.heads, self.queries) if name in ("q", "out") else (self.kv_heads, self.keys)
-        head, row = (rows * self.depth, self.depth) if layout == "bhsd" else (self.depth, heads * self.depth)
-        return {f"{name}_batch": heads * rows * self.depth, f"{name}_head": head, f"{name}_row": row}
+        head, row = (
+            (rows * self.head_dim, self.head_dim) if layout == "bhsd" else (self.head_dim, heads * self.head_dim)
+        )
+        return {f"{name}_batch": heads * rows * self.head_dim, f"{name}_head": head, f"{name}_row": row}
 
     def constants(self, c: TileConfig) -> dict[str, Any]:
         """What kernels of both directions are told."""
@@ -117,8 +108,8 @@ class Problem:
             found |= self.strides(name, layout)
         cap = self.softcap
         return found | {
-            **{"heads": self.heads, "group": self.heads // self.kv_heads, "queries": self.queries, "keys": self.keys},
-            **{"depth": self.depth, "width": max(16, 1 << (self.depth - 1).bit_length())},
+            **{"heads": self.heads, "group": self.group, "queries": self.queries, "keys": self.keys},
+            **{"depth": self.head_dim, "width": max(16, 1 << (self.head_dim - 1).bit_length())},
             **{"unit": (self.scale if cap is None else cap) * math.log2(math.e)},
             **{"slope": None if cap is None else 2 * self.scale / cap * math.log2(math.e)},
             **{"lower": self.lower, "upper": self.upper, "block_q": c.block_q, "block_k": c.block_k},
@@ -131,12 +122,16 @@ class Problem:
         return math.ceil(self.keys / block) * self.kv_heads * self.batch
 
 
-def _problem(function: str, q: Any, k: Any, v: Any, layouts: tuple[str, ...], **scores: Any) -> Problem:
+def _problem(
+    function: str, q: Any, k: Any, v: Any, layouts: tuple[str, ...], scale: float, lower: int | None, upper: int | None,
+    softcap: float | None,
+) -> Problem:  # fmt: skip
     of = sizes(function, q, k, v, layouts, lambda d: d <= MAX_HEAD, f"heads of at most {MAX_HEAD}")
-    check_scores(function, of, **scores)
-    softcap = scores["softcap"]
-    limits = scores["lower"], scores["upper"]
-    return Problem(*of, tuple(layouts), float(scores["scale"]), *limits, None if softcap is None else float(softcap))
+    check_scores(function, of, scale=scale, lower=lower, upper=upper, softcap=softcap)
+    return Problem(
+        **dataclasses.asdict(of), layouts=tuple(layouts), scale=float(scale), lower=lower, upper=upper,
+        softcap=None if softcap is None else float(softcap),
+    )  # fmt: skip
 
 
 def forward(
@@ -161,9 +156,9 @@ def forward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    p = _problem("forward", q, k, v, layouts, scale=scale, lower=lower, upper=upper, softcap=softcap)
-    c = config or default_forward(p.depth, softcap is not None)
-    shape = p.sizes.of_result(layouts[3])
+    p = _problem("forward", q, k, v, layouts, scale, lower, upper, softcap)
+    c = config or default_forward(p.head_dim, softcap is not None)
+    shape = p.of_result(layouts[3])
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32) if with_statistics else None
     found = _triton.call(
         _MODULE,
@@ -218,9 +213,9 @@ def backward(
     Raises:
       ValueError: naming the argument, what was expected, what was found.
     """
-    p = _problem("backward", q, k, v, layouts, scale=scale, lower=lower, upper=upper, softcap=softcap)
-    check_results("backward", p.sizes, layouts[3], q, out, dout, m, l)
-    c = config or default_backward(p.depth, softcap is not None)
+    p = _problem("backward", q, k, v, layouts, scale, lower, upper, softcap)
+    check_results("backward", p, layouts[3], q, out, dout, m, l)
+    c = config or default_backward(p.head_dim, softcap is not None)
     needed = _rows(p, c, out, dout, m, l, interpret)
     given = {"q": q, "k": k, "v": v, "dout": dout, **needed}
     found = _gradient(p, c.queries, "attention_query_gradient", given, {"dq": q}, p.query_blocks, interpret)

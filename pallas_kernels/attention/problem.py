@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
 from pallas_kernels.attention import arguments
+from pallas_kernels.attention.arguments import Sizes
 from pallas_kernels.attention.config import (
     HEADS,
     QUERY_ROWS,
@@ -21,15 +22,9 @@ from pallas_kernels.attention.sides import Arrays, Sides
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Sizes):
     """Everything the kernel is specialized on. `lower`, `upper`: which keys a query sees, see `forward`."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int
     dtype: Any
     layouts: tuple[str, ...]
     scale: float
@@ -40,11 +35,6 @@ class Problem:
     with_statistics: bool
     config: ForwardConfig
     simulated: bool
-
-    @property
-    def group(self) -> int:
-        """Heads of Q for each head of K and V."""
-        return self.heads // self.kv_heads
 
     @property
     def band(self) -> Band:
@@ -72,14 +62,14 @@ def problem(
     """The problem of these arguments of `forward`. Raises ValueError where they do not fit."""
     of = arguments.sizes("forward", q, k, v, layouts, is_head_dim, HEADS)
     arguments.check_scores("forward", of, scale=scale, lower=lower, upper=upper, softcap=softcap)
-    batch, heads, kv_heads, queries, keys, head_dim = of
     arguments.check_sides("forward", of, arrays, bias_factor, fill, keep_factor)
     found = arrays.described(bias_factor, fill, keep_factor)
-    ctas = batch * heads * -(-queries // QUERY_ROWS)
+    ctas = of.batch * of.heads * -(-of.queries // QUERY_ROWS)
     config = config or default_forward(
-        head_dim, found.per_score, found.per_column, ctas, queries, keys, _mosaic.sm_count(), found.keep is not None
-    )
+        of.head_dim, found.per_score, found.per_column, ctas, of.queries, of.keys, _mosaic.sm_count(),
+        found.keep is not None,
+    )  # fmt: skip
     return Problem(
-        batch, heads, kv_heads, queries, keys, head_dim, jnp.dtype(q.dtype), tuple(layouts), float(scale), lower,
-        upper, softcap, found, with_statistics, config, simulated,
+        **dataclasses.asdict(of), dtype=jnp.dtype(q.dtype), layouts=tuple(layouts), scale=float(scale), lower=lower,
+        upper=upper, softcap=softcap, sides=found, with_statistics=with_statistics, config=config, simulated=simulated,
     )  # fmt: skip

@@ -12,18 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 from aicf_jax.kernels import _attention, mosaic_attention, mosaic_attention_grad
 from pallas_kernels import attention
-from tests.aicf_jax import test_mosaic_attention as forward_tests
+from tests.aicf_jax import mosaic_attention_support as support
 from tests.aicf_jax import test_mosaic_attention_dropout as dropout_tests
-from tests.aicf_jax import test_mosaic_attention_grad as gradient_tests
 from tests.aicf_jax.partition_support import BACKWARD_BITS, FORWARD_BITS, compare, on_mesh, rounded, stand_in
 
 
 def forward(*args, **options):
-    return tuple(rounded(x, FORWARD_BITS) for x in forward_tests.plain_forward(*args, **options))
+    return tuple(rounded(x, FORWARD_BITS) for x in support.plain_forward(*args, **options))
 
 
 def backward(*args, **options):
-    return tuple(rounded(x, BACKWARD_BITS) for x in gradient_tests.plain_backward(*args, **options))
+    return tuple(rounded(x, BACKWARD_BITS) for x in support.plain_backward(*args, **options))
 
 
 KERNELS = [
@@ -87,14 +86,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_device_runs_the_kernel_on_its_part(name):
     f, shape, shared, axes, of_q, of_k, sent = LAYOUTS[name]
-    args = forward_tests.normal(shape, shared, shared)
+    args = support.normal(shape, shared, shared)
     found, plain = compare(f, KERNELS, args, on_mesh(args, axes, (of_q, of_k, of_k)))
     assert sent is None or found == sent == plain
 
 
 @pytest.mark.slow
 def test_forward_alone_sends_nothing():
-    args = forward_tests.normal((B, S, 8, D), (B, S, 2, D), (B, S, 2, D))
+    args = support.normal((B, S, 8, D), (B, S, 2, D), (B, S, 2, D))
     split = on_mesh(args, {"model": 8}, (HEADS, P(), P()))
     assert compare(causal, KERNELS, args, split, forward_only=True) == [[], []]
 
@@ -102,7 +101,7 @@ def test_forward_alone_sends_nothing():
 @pytest.mark.slow
 def test_more_bands_than_there_may_be_are_one(monkeypatch):
     monkeypatch.setattr(_attention, "_MOST_BANDS", 2)
-    args = forward_tests.normal(EACH, EACH, EACH)
+    args = support.normal(EACH, EACH, EACH)
     found, _ = compare(causal, KERNELS, args, on_mesh(args, {"model": 4}, (QUERIES, P(), P())), forward_only=True)
     assert found == ["all-gather"]
 
@@ -110,7 +109,7 @@ def test_more_bands_than_there_may_be_are_one(monkeypatch):
 @pytest.mark.slow
 def test_a_kernel_that_takes_no_band_wherever_it_lies_has_all_queries():
     """As cuDNN's. Its equations are those of the others."""
-    args = forward_tests.normal(EACH, EACH, EACH)
+    args = support.normal(EACH, EACH, EACH)
     kernel = dataclasses.replace(mosaic_attention.KERNEL, **_attention.forward(lambda: attention, True, any_band=False))
     kernels = [stand_in(kernel, attention, forward=forward, backward=backward)]
     split = on_mesh(args, {"model": 4}, (QUERIES, P(), P()))
@@ -127,10 +126,10 @@ BESIDE = (
 @pytest.mark.parametrize("name", [n if n == "t5" else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
 def test_arrays_beside_the_scores_are_split_along_their_own_dimensions(name):
     """Biases that all batches share have the sum of their gradients."""
-    f, beside, _ = forward_tests.BESIDE[name]
-    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
+    f, beside, _ = support.BESIDE[name]
+    args = [*support.normal(*[support.SMALL] * 3), *beside]
     of_qkv = [P("data", None, "model")] * 3
-    of_beside = [P("data") if x.shape[0] == forward_tests.SMALL[0] else P() for x in beside]
+    of_beside = [P("data") if x.shape[0] == support.SMALL[0] else P() for x in beside]
     split = on_mesh(args, {"data": 2, "model": 2}, of_qkv + of_beside)
     found, plain = compare(f, KERNELS, args, split)
     assert sorted(set(found)) == sorted(set(plain)) and len(found) <= len(plain)
@@ -143,7 +142,7 @@ DROPOUT = ("causal, factor behind", "in another order", "linen, the same for all
 def test_parts_drop_what_the_whole_drops(name):
     """Which a kernel on one device draws by the place in the whole array."""
     f, beside, *_ = dropout_tests.SPELLINGS[name]
-    args = [*forward_tests.normal(*[dropout_tests.SHAPE] * 3), beside]
+    args = [*support.normal(*[dropout_tests.SHAPE] * 3), beside]
     split = on_mesh(args, {"data": 2, "model": 2}, [*[P("data", None, "model")] * 3, P()])
     found, _ = compare(f, KERNELS, args, split)
     assert found == []
@@ -155,7 +154,7 @@ def test_biases_of_queries_are_split_with_them(is_causal):
     def f(q, k, v, bias):
         return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=is_causal)
 
-    args = [*forward_tests.normal(*[EACH] * 3), forward_tests.normal((1, H, S, S))[0].astype(jnp.float32)]
+    args = [*support.normal(*[EACH] * 3), support.normal((1, H, S, S))[0].astype(jnp.float32)]
     split = on_mesh(args, {"model": 4}, (QUERIES, P(), P(), P(None, None, "model")))
     found, _ = compare(f, KERNELS, args, split)
     assert set(found) == {"all-reduce"}

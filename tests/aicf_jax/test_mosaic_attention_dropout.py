@@ -12,11 +12,11 @@ import pytest
 from flax import linen, nnx
 
 import aicf_jax
-from pallas_kernels import _compat, _mosaic, attention
+from pallas_kernels import _mosaic, attention
 from pallas_kernels.attention import BackwardConfig, Bernoulli, ForwardConfig
-from tests.aicf_jax import test_mosaic_attention as forward_tests
-from tests.aicf_jax import test_mosaic_attention_grad as gradient_tests
-from tests.aicf_jax.test_mosaic_attention import PLAIN, normal, scores, tril
+from tests.aicf_jax import mosaic_attention_support as support
+from tests.aicf_jax.mosaic_attention_support import PLAIN, normal, scores, tril
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 KEY = jax.random.key(5)
 SHAPE = (2, 24, 4, 64)
@@ -119,9 +119,9 @@ def differ_little(found, wanted):
 
 
 def stand_ins():
-    forward = mock.Mock(side_effect=forward_tests.plain_forward)
-    backward = mock.Mock(side_effect=gradient_tests.plain_backward)
-    return [forward_tests.stand_in(forward), gradient_tests.stand_in(backward)], forward, backward
+    forward = mock.Mock(side_effect=support.plain_forward)
+    backward = mock.Mock(side_effect=support.plain_backward)
+    return [support.stand_in(forward), support.gradient_stand_in(backward)], forward, backward
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SPELLINGS])
@@ -191,8 +191,7 @@ def test_a_module_of_flax():
 @pytest.mark.parametrize("name", ["linen", "linen, the same for all heads"])
 def test_in_the_simulator(name):
     """Both kernels as operations call them, against the stand-ins."""
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     f, beside, *_ = SPELLINGS[name]
     args = [*normal(*[SHAPE] * 3), beside]
     seen = []
@@ -213,9 +212,9 @@ def test_in_the_simulator(name):
         return run
 
     small = ForwardConfig(64, 2), BackwardConfig(64, 64, 2)
-    forward = recording(attention.forward, small[0], forward_tests.plain_forward)
-    backward = recording(attention.backward, small[1], gradient_tests.plain_backward)
-    kernels = [forward_tests.stand_in(forward), gradient_tests.stand_in(backward)]
+    forward = recording(attention.forward, small[0], support.plain_forward)
+    backward = recording(attention.backward, small[1], support.plain_backward)
+    kernels = [support.stand_in(forward), support.gradient_stand_in(backward)]
     gradients(aicf_jax.fuse(f, kernels=kernels, policy=PLAIN), args)
     jax.effects_barrier()
     assert {kernel for kernel, *_ in seen} == {attention.forward, attention.backward}
@@ -262,8 +261,8 @@ def test_left_alone(name):
 
 @pytest.mark.slow
 def test_kernels_that_do_not_know_it_refuse():
-    x = forward_tests.struct(2, 2048, 4, 64)
-    report = aicf_jax.explain(flax(False), x, x, x, KEY, policy=forward_tests.H200)
+    x = support.struct(2, 2048, 4, 64)
+    report = aicf_jax.explain(flax(False), x, x, x, KEY, policy=support.H200)
     assert [fusion.kernel for fusion in report.fusions] == ["mosaic_attention"]
     assert "mosaic_attention_grad" in str(report.fusions[0].backward)
     refused = {r.detail.split()[1] for r in report.refusals if r.detail.startswith("kernel ")}

@@ -3,7 +3,6 @@
 The kernels themselves are tested in `tests/pallas_kernels`; here their equations in plain jax stand in for them.
 """
 
-import dataclasses
 from unittest import mock
 
 import jax
@@ -13,55 +12,13 @@ import pytest
 
 import aicf_jax
 from aicf_jax.kernels import mosaic_attention_grad
-from pallas_kernels import _compat, _mosaic, attention
-from pallas_kernels.attention import BackwardConfig, reference
-from tests.aicf_jax import test_mosaic_attention as forward_tests
+from pallas_kernels import _mosaic, attention
+from pallas_kernels.attention import BackwardConfig
+from tests.aicf_jax import mosaic_attention_support as support
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 KERNEL = mosaic_attention_grad.KERNEL
 H200 = aicf_jax.Policy(target="h200", on_failure="raise")
-
-
-def plain_backward(q, k, v, out, m, l, dout, *, wanted=(), **equation):
-    """From the statistics it is given, in float32."""
-    layouts = equation.pop("layouts")
-    given = {name: equation.pop(name, None) for name in ("bias", "key_bias")}
-    factor, fill = equation.pop("bias_factor", 1.0), equation.pop("fill", -jnp.inf)
-    dropped = reference.kept(equation["keep"]) * equation["keep_factor"] if "keep" in equation else 1.0
-    q32, k32, v32, out, dout = (
-        x.astype(jnp.float32) if layout == "bhsd" else x.astype(jnp.float32).swapaxes(1, 2)
-        for x, layout in zip((q, k, v, out, dout), (*layouts, layouts[3]), strict=True)
-    )
-    group = q32.shape[1] // k32.shape[1]
-    hides = (equation[name] for name in ("lower", "upper", "segments", "mask") if name in equation)
-    visible = reference.visible(q32.shape[2], k32.shape[2], *hides)
-
-    def scores(q32, k32, bias, key_bias):
-        x = jnp.einsum("bhsd,bhtd->bhst", q32, jnp.repeat(k32, group, 1)) * equation["scale"]
-        if equation["softcap"] is not None:
-            x = equation["softcap"] * jnp.tanh(x / equation["softcap"])
-        x = x if bias is None else x + factor * bias.astype(jnp.float32)
-        x = x if key_bias is None else x + key_bias[:, :, None]
-        return jnp.where(visible, x, fill)
-
-    x, pull = jax.vjp(scores, q32, k32, given["bias"], given["key_bias"])
-    p = jnp.exp(x - m[..., None]) / l[..., None]
-    delta = jnp.sum(out * dout, -1, keepdims=True)
-    dp, pull_v = jax.vjp(lambda v32: jnp.einsum("bhsd,bhtd->bhst", dout, jnp.repeat(v32, group, 1)), v32)
-    dq, dk, *biases = pull(p * (dp * dropped - delta))
-    found = tuple(
-        (x if layout == "bhsd" else x.swapaxes(1, 2)).astype(q.dtype)
-        for x, layout in zip((dq, dk, *pull_v(p * dropped)), layouts, strict=False)
-    )
-    by_name = dict(zip(given, biases, strict=True))
-    return *found, *(by_name[name] for name in wanted)
-
-
-def stand_in(backward=plain_backward):
-    def run(op, *inputs):
-        with mock.patch.object(attention, "backward", backward):
-            return KERNEL.run(op, *inputs)
-
-    return dataclasses.replace(KERNEL, platforms=("cpu",), targets=None, opaque=False, run=run, cost_bytes=lambda op: 0)
 
 
 def pulled(f, args, ct):
@@ -98,22 +55,22 @@ def differ_little(found, args, f):
         assert np.max(np.abs(a - b)) <= 8 * 2.0**-8 * max(1.0, np.max(np.abs(b)))
 
 
-VALUES = {n: x for n, x in forward_tests.VALUES.items() if len(x[1]) == 3}
+VALUES = {n: x for n, x in support.VALUES.items() if len(x[1]) == 3}
 QUICK = ("shared heads",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VALUES])
 def test_gradients(name):
     f, shapes, *_ = VALUES[name]
-    args = forward_tests.normal(*shapes)
-    backward = mock.Mock(side_effect=plain_backward)
-    kernels = [forward_tests.stand_in(), stand_in(backward)]
-    found = gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args)
+    args = support.normal(*shapes)
+    backward = mock.Mock(side_effect=support.plain_backward)
+    kernels = [support.stand_in(), support.gradient_stand_in(backward)]
+    found = gradients(aicf_jax.fuse(f, kernels=kernels, policy=support.PLAIN), *args)
     assert backward.called
     differ_little(found, args, f)
 
 
-BESIDE = forward_tests.BESIDE
+BESIDE = support.BESIDE
 # The gradients of biases that are made of numbers.
 WANTED = {
     **dict.fromkeys(
@@ -128,12 +85,12 @@ QUICK_BESIDE = ("t5",)
 @pytest.mark.parametrize("name", [n if n in QUICK_BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in BESIDE])
 def test_gradients_with_arrays_beside_the_scores(name):
     f, beside, given = BESIDE[name]
-    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
-    backward = mock.Mock(side_effect=plain_backward)
-    kernels = [forward_tests.stand_in(), stand_in(backward)]
-    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args), args, f)
+    args = [*support.normal(*[support.SMALL] * 3), *beside]
+    backward = mock.Mock(side_effect=support.plain_backward)
+    kernels = [support.stand_in(), support.gradient_stand_in(backward)]
+    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=support.PLAIN), *args), args, f)
     options = backward.call_args.kwargs
-    told = {n for n in ("segments", "mask", "bias", "key_bias") if forward_tests.is_given(options[n])}
+    told = {n for n in ("segments", "mask", "bias", "key_bias") if support.is_given(options[n])}
     assert told == given
     assert options.get("wanted", ()) == WANTED.get(name, ())
 
@@ -141,14 +98,14 @@ def test_gradients_with_arrays_beside_the_scores(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("f", "beside"),
-    [(forward_tests.jax_bias, forward_tests.NUMBERS), (forward_tests.flax_padded, forward_tests.TOKENS)],
+    [(support.jax_bias, support.NUMBERS), (support.flax_padded, support.TOKENS)],
 )
 def test_gradients_of_batches_that_are_mapped_and_share_what_is_beside_the_scores(f, beside):
-    args = [*forward_tests.normal(*[(3, *forward_tests.SMALL)] * 3), beside]
+    args = [*support.normal(*[(3, *support.SMALL)] * 3), beside]
     mapped = jax.vmap(f, (0, 0, 0, None))
-    backward = mock.Mock(side_effect=plain_backward)
-    kernels = [forward_tests.stand_in(), stand_in(backward)]
-    differ_little(gradients(aicf_jax.fuse(mapped, kernels=kernels, policy=forward_tests.PLAIN), *args), args, mapped)
+    backward = mock.Mock(side_effect=support.plain_backward)
+    kernels = [support.stand_in(), support.gradient_stand_in(backward)]
+    differ_little(gradients(aicf_jax.fuse(mapped, kernels=kernels, policy=support.PLAIN), *args), args, mapped)
     assert backward.called
 
 
@@ -158,9 +115,9 @@ def test_a_bias_that_is_also_the_keys_has_one_gradient():
         x = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32) + k[:, :, :, 0][:, :, None].astype(jnp.float32)
         return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(x).astype(v.dtype), v)
 
-    args = forward_tests.normal((1, 2, 24, 64), (1, 2, 40, 64), (1, 2, 40, 64))
-    kernels = [forward_tests.stand_in(), stand_in()]
-    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args), args, f)
+    args = support.normal((1, 2, 24, 64), (1, 2, 40, 64), (1, 2, 40, 64))
+    kernels = [support.stand_in(), support.gradient_stand_in()]
+    differ_little(gradients(aicf_jax.fuse(f, kernels=kernels, policy=support.PLAIN), *args), args, f)
 
 
 @pytest.mark.slow
@@ -168,9 +125,11 @@ def test_an_array_that_is_q_and_k_has_one_gradient():
     def f(x, v):
         return jax.nn.softmax((x @ x.T).astype(jnp.float32) * 0.1).astype(v.dtype) @ v
 
-    args = forward_tests.normal((24, 64), (24, 64))
+    args = support.normal((24, 64), (24, 64))
     differ_little(
-        gradients(aicf_jax.fuse(f, kernels=[forward_tests.stand_in(), stand_in()], policy=forward_tests.PLAIN), *args),
+        gradients(
+            aicf_jax.fuse(f, kernels=[support.stand_in(), support.gradient_stand_in()], policy=support.PLAIN), *args
+        ),
         args,
         f,
     )
@@ -179,9 +138,9 @@ def test_an_array_that_is_q_and_k_has_one_gradient():
 @pytest.mark.slow
 def test_under_vmap_the_kernel_is_taken_where_all_is_batched_and_left_where_not():
     f, shapes, *_ = VALUES["shared heads"]
-    args = forward_tests.normal(*((3, *s) for s in shapes))
-    backward = mock.Mock(side_effect=plain_backward)
-    fused = aicf_jax.fuse(f, kernels=[forward_tests.stand_in(), stand_in(backward)], policy=forward_tests.PLAIN)
+    args = support.normal(*((3, *s) for s in shapes))
+    backward = mock.Mock(side_effect=support.plain_backward)
+    fused = aicf_jax.fuse(f, kernels=[support.stand_in(), support.gradient_stand_in(backward)], policy=support.PLAIN)
     differ_little(gradients(jax.vmap(fused), *args), args, jax.vmap(f))
     assert backward.called
     backward.reset_mock()
@@ -208,20 +167,20 @@ TAKEN = (
 
 @pytest.mark.parametrize("name", [n if n in TAKEN[:1] else pytest.param(n, marks=pytest.mark.slow) for n in TAKEN])
 def test_taken_on_an_h200(name):
-    f, types, *_ = forward_tests.TAKEN[name]
+    f, types, *_ = support.TAKEN[name]
     (fusion,) = aicf_jax.explain(f, *types, policy=H200).fusions
     assert "mosaic_attention_grad" in str(fusion.backward)
 
 
-S, H, Q = forward_tests.S, forward_tests.H, forward_tests.Q
-BIAS = forward_tests.struct(1, H, S, S, dtype="float32")
-TOKENS = forward_tests.struct(forward_tests.B, S, dtype="int32")
-LOWEST = forward_tests.LOWEST
+S, H, Q = support.S, support.H, support.Q
+BIAS = support.struct(1, H, S, S, dtype="float32")
+TOKENS = support.struct(support.B, S, dtype="int32")
+LOWEST = support.LOWEST
 BESIDE_TAKEN = {
-    "flax, padding": (forward_tests.flax_padded, TOKENS),
-    "flax, segments": (forward_tests.flax_segments, TOKENS),
-    "a bias whose gradient is wanted": (forward_tests.jax_bias, BIAS),
-    "alibi": (forward_tests.alibi, forward_tests.struct(H, dtype="float32")),
+    "flax, padding": (support.flax_padded, TOKENS),
+    "flax, segments": (support.flax_segments, TOKENS),
+    "a bias whose gradient is wanted": (support.jax_bias, BIAS),
+    "alibi": (support.alibi, support.struct(H, dtype="float32")),
 }
 
 
@@ -235,11 +194,11 @@ def test_taken_on_an_h200_with_arrays_beside_the_scores(name):
 
 def added_in_place(q, k, v, tokens):
     mask = jnp.where((jnp.arange(S)[:, None] + tokens[:, None, None]) % 2 == 0, 0.0, LOWEST)
-    return forward_tests.weighted(forward_tests.scores(q, k) + mask, v)
+    return support.weighted(support.scores(q, k) + mask, v)
 
 
 def filled_powers_of_two(q, k, v, tokens):
-    x = jnp.where((tokens > 0)[:, None, None], forward_tests.scores(q, k), LOWEST)
+    x = jnp.where((tokens > 0)[:, None, None], support.scores(q, k), LOWEST)
     e = jnp.exp2(x - x.max(-1, keepdims=True))
     return jnp.einsum("bhqk,bkhd->bqhd", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
 
@@ -262,9 +221,9 @@ def test_not_taken_where_hidden_scores_have_gradients_or_statistics_are_rounded(
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "is_taken"), [("float32", False), ("bfloat16", True)])
 def test_not_taken_where_a_bias_of_long_heads_does_not_fit_in_shared_memory(dtype, is_taken):
-    x = forward_tests.struct(1, S, H, 256)
+    x = support.struct(1, S, H, 256)
     (fusion,) = aicf_jax.explain(
-        forward_tests.jax_bias, x, x, x, forward_tests.struct(1, H, S, S, dtype=dtype), policy=H200
+        support.jax_bias, x, x, x, support.struct(1, H, S, S, dtype=dtype), policy=H200
     ).fusions
     assert fusion.kernel == "mosaic_attention"
     assert ("mosaic_attention_grad" in str(fusion.backward)) == is_taken
@@ -274,8 +233,7 @@ def test_not_taken_where_a_bias_of_long_heads_does_not_fit_in_shared_memory(dtyp
 @pytest.mark.parametrize("name", ["flax, padding, a query that sees nothing", "t5"])
 def test_arrays_beside_the_scores_in_the_simulator(name):
     """As operations call it, against the stand-in."""
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     f, beside, _ = BESIDE[name]
     calls, told = [], []
 
@@ -283,16 +241,16 @@ def test_arrays_beside_the_scores_in_the_simulator(name):
         arrays = {name: options.pop(name) for name in ("segments", "mask", "bias", "key_bias")}
         told.append(options)
         jax.debug.callback(lambda *x: calls.append(x), args, arrays)
-        return plain_backward(*args, **options, **arrays)
+        return support.plain_backward(*args, **options, **arrays)
 
-    args = [*forward_tests.normal(*[forward_tests.SMALL] * 3), *beside]
-    kernels = [forward_tests.stand_in(), stand_in(recorded)]
-    gradients(aicf_jax.fuse(f, kernels=kernels, policy=forward_tests.PLAIN), *args)
+    args = [*support.normal(*[support.SMALL] * 3), *beside]
+    kernels = [support.stand_in(), support.gradient_stand_in(recorded)]
+    gradients(aicf_jax.fuse(f, kernels=kernels, policy=support.PLAIN), *args)
     jax.effects_barrier()
     args, arrays = jax.tree.map(jnp.asarray, calls[-1])
     options = {**told[-1], **arrays}
     found = attention.backward(*args, **options, config=BackwardConfig(64, 64, 2), interpret=_mosaic.interpret())
-    for got, want in zip(found, plain_backward(*args, **options), strict=True):
+    for got, want in zip(found, support.plain_backward(*args, **options), strict=True):
         got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
         assert np.max(np.abs(got - want)) <= 2.0**-6 * np.max(np.abs(want))
     assert not _mosaic.races_found()

@@ -38,13 +38,20 @@ def causal(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def full(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
 ROWS, PER_COLUMN, HEADS = struct(M, N), struct(N), struct(B, S, H, D)
+#: No whole number of blocks of keys, and two warpgroups that share a sum: what nothing constrains, Mosaic searches for.
+LONG = struct(2, 1000, 8, 192)
 #: Function, types, and which arguments it is differentiated by; the gradients of both terms of a sum are one array.
 PROGRAMS = {
     "dense, relu": (dense(jax.nn.relu), (struct(M, K), struct(K, N), PER_COLUMN), (0, 1, 2)),
     "dense, gelu": (dense(jax.nn.gelu), (struct(M, K), struct(K, N), PER_COLUMN), (0, 1, 2)),
     "layer norm of a sum": (normed_sum, (ROWS, ROWS, PER_COLUMN, PER_COLUMN), (0, 2, 3)),
     "causal attention": (causal, (HEADS, HEADS, HEADS), (0, 1, 2)),
+    "long heads, ragged": (full, (LONG, LONG, LONG), (0, 1, 2)),
 }
 
 

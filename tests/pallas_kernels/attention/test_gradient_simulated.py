@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _mosaic
+from pallas_kernels import _mosaic
 from pallas_kernels.attention import backward, reference
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.gradient_cases import QUICK, SLOW, SMALL
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 #: float32's unit roundoff.
 U32 = 2.0**-24
@@ -115,8 +116,7 @@ def test_a_row_that_sees_only_what_a_bias_makes_as_low_as_the_fill():
 
 
 def agrees(case, beside):
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     exact, args = given(case, beside)
     found = simulated(case, args, beside)
     assert not _mosaic.races_found()
@@ -143,8 +143,7 @@ def agrees(case, beside):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_that_is_nan_is_so_in_all_gradients_it_enters():
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     case = QUICK["ragged, causal to the last key, shared heads"]
     beside = case.beside(jax.random.key(2))
     _, (q, k, v, out, m, total, dout) = given(case, beside)
@@ -159,8 +158,7 @@ def test_a_row_that_is_nan_is_so_in_all_gradients_it_enters():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_that_sees_nothing_without_a_fill_is_nan_where_it_is_so_unfused():
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     case = Case(1, 72, 136, segments=True, blind=True)
     beside = case.beside(jax.random.key(2))
     exact, args = given(case, beside)

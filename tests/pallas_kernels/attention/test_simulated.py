@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _mosaic
+from pallas_kernels import _mosaic
 from pallas_kernels.attention import forward, reference
 from pallas_kernels.attention.cases import QUICK, SLOW
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 #: float32's unit roundoff.
 U32 = 2.0**-24
@@ -42,8 +43,7 @@ def score_error(case, q, k, beside):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case):
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     q, k, v = case.arrays(jax.random.key(0))
     beside = case.beside(jax.random.key(1))
     found = forward(q, k, v, **beside, **case.options(), interpret=_mosaic.interpret())
@@ -70,8 +70,7 @@ def test_forward(case):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_with_an_infinite_score_is_nan():
-    if not (_compat.simulates_transposes() and _compat.simulates_bounds()):
-        pytest.skip("this jax's simulator cannot multiply a transposed ref, nor clip what TMA moves beyond an array")
+    skip_what_it_lacks()
     case = QUICK["ragged, causal to the last key, shared heads"]
     q, k, v = case.arrays(jax.random.key(0))
     q = q.at[0, 3, 0].set(jnp.inf)

@@ -9,6 +9,7 @@ from pallas_kernels import _compat, _mosaic
 from pallas_kernels.gemm_epilogue import backward, forward
 from pallas_kernels.gemm_epilogue.cases import QUICK, QUICK_GRAD, SLOW, SLOW_GRAD
 from tests.pallas_kernels.gemm_epilogue.functions import FUNCTIONS
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 #: float32's unit roundoff, and what `activations` says of its formulas.
 U32, FORMULA = 2.0**-24, 1e-5
@@ -25,10 +26,7 @@ def cases(quick, slow):
 
 
 def skip_what_is_not_simulated(case):
-    if case.is_ragged and not _compat.simulates_bounds():
-        pytest.skip("this jax's simulator neither fills nor clips what TMA moves beyond an array")
-    if getattr(case, "is_transposed", False) and not _compat.simulates_transposes():
-        pytest.skip("this jax's simulator cannot multiply a transposed ref")
+    skip_what_it_lacks(bounds=case.is_ragged, transposes=getattr(case, "is_transposed", False))
     if getattr(case, "in_place", False) and case.residual_dtype == case.dtype and not _compat.simulates_refs():
         pytest.skip("this jax's simulator does not know an argument that is written to")
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _mosaic
+from pallas_kernels import _mosaic
 from pallas_kernels.linear_cross_entropy import backward, forward, reference
 from pallas_kernels.linear_cross_entropy.cases import QUICK, SLOW
+from tests.pallas_kernels.simulator import skip_what_it_lacks
 
 #: float32's unit roundoff.
 U32 = 2.0**-24
@@ -19,10 +20,7 @@ CASES = [
 
 
 def skip_what_is_not_simulated(case):
-    if case.is_ragged and not _compat.simulates_bounds():
-        pytest.skip("this jax's simulator neither fills nor clips what TMA moves beyond an array")
-    if case.trans_w and not _compat.simulates_transposes():
-        pytest.skip("this jax's simulator cannot multiply a transposed ref")
+    skip_what_it_lacks(bounds=case.is_ragged, transposes=case.trans_w)
 
 
 def exactly(x):
