@@ -162,7 +162,7 @@ def attention_on_a_cpu():
     here = {"platforms": ("cpu",), "targets": None, "cost_bytes": lambda op: 0}
     return (
         dataclasses.replace(triton_attention.KERNEL, **_attention.forward(lambda: library), **here),
-        dataclasses.replace(triton_attention_grad.KERNEL, run=_attention.gradient(lambda: library), **here),
+        dataclasses.replace(triton_attention_grad.KERNEL, **_attention.gradient(lambda: library), **here),
     )
 
 
