@@ -45,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.init is None and hasattr(target, "init") and hasattr(target, "apply"):
             print("a flax linen module takes its variables first: --init names what makes them", file=sys.stderr)
         return EXIT_UNTRACEABLE
+    files = [
+        (p, make()) for p, make in ((options.html, report.to_html), (options.json, report.to_json)) if p is not None
+    ]
+    for path, text in files:  # before anything is printed: who reads only the first lines closes the pipe
+        write_atomic(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
     _show(str(report))
-    for path, write in ((options.html, report.to_html), (options.json, report.to_json)):
-        if path is not None:
-            text = write()
-            write_atomic(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
-            print(f"wrote {path}")
+    for path, _ in files:
+        print(f"wrote {path}")
     return EXIT_DONE
 
 

@@ -89,12 +89,17 @@ class Finals(Reductions):
         return exponents, powers
 
     def _row_atom(self, kind: str, key: Any, states: dict[int, str], dtype: str) -> str:
+        """A number of each row in the element type of a sum: a softmax in float32 may weight values in float64."""
         if kind == "state":
-            return states[key]
-        if kind == "max":
-            return self.maxima[key]
-        name, value = self._outer_value(key), self.graph.values[key]
-        return name if value.dtype == dtype else self._cast(self.body, name, dtype, value.axes)
+            name, value = states[key], self.graph.values[key]
+            made, axes = accumulator(value.dtype), value.axes
+        elif kind == "max":
+            name, value = self.maxima[key], self.graph.values[key[0]]
+            made, axes = accumulator(value.dtype), tuple(a for a in value.axes if a not in key[1])
+        else:
+            name, value = self._outer_value(key), self.graph.values[key]
+            made, axes = value.dtype, value.axes
+        return name if made == dtype else self._cast(self.body, name, dtype, axes)
 
     def _times_exp(self, exponents: dict[Any, float], name: str, dtype: str, value: Value, states: Any) -> str:
         total, axes = "", set()

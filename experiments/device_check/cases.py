@@ -20,7 +20,7 @@ def every_case(target: str) -> dict[str, DeviceCase]:
 def fused_cases(target: str) -> list[DeviceCase]:
     """Forward and gradients of a layer, fused, beside the same without `fuse`."""
     layers = [_layer(jax.nn.relu, "relu", k) for k in (512, 1024, 2048, 4096)]
-    layers += [_layer(jax.nn.gelu, "gelu", 1024), _norm_residual(8192, 4096)]
+    layers += [_layer(jax.nn.gelu, "gelu", 1024), _norm_residual(8192, 4096), _attention(4, 2048, 16, 64)]
     return [_fused(*layer, target) for layer in layers]
 
 
@@ -53,6 +53,20 @@ def _norm_residual(count: int, length: int) -> tuple[str, Any, Any, int, int, di
         return _bf16(rows[0], rows[1], scale, bias, rows[2])
 
     return f"layer norm of a sum {count}x{length} and gradients", norm, arrays, 0, count, {}
+
+
+def _attention(batch: int, length: int, heads: int, head_dim: int) -> tuple[str, Any, Any, int, int, dict[str, Any]]:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def arrays(key: jax.Array) -> tuple[Any, ...]:
+        shape = (batch, length, heads, head_dim)
+        return _bf16(*(jax.random.normal(k, shape) for k in jax.random.split(key, 4)))
+
+    # seven products for what is seen, which is half
+    flops = 7 * batch * heads * length * length * head_dim
+    name = f"causal attention B{batch} S{length} H{heads} D{head_dim} and gradients"
+    return name, attention, arrays, flops, length, {}
 
 
 def _bf16(*xs: Any) -> tuple[Any, ...]:

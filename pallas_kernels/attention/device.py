@@ -17,7 +17,10 @@ from pallas_kernels.device_case import DeviceCase, nbytes, tolerance
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention:
-    """With a scale of ``1 / sqrt(D)``; `window` is how many keys a query sees, itself included."""
+    """With a scale of ``1 / sqrt(D)``; `window` is how many keys a query sees, itself included.
+
+    `softcap`: scores x become ``softcap tanh(x / softcap)``.
+    """
 
     batch: int
     length: int
@@ -27,9 +30,11 @@ class SelfAttention:
     dtype: str = "bfloat16"
     kv_heads: int | None = None
     window: int | None = None
+    softcap: float | None = None
 
     def __str__(self) -> str:
         kind = f"{'causal ' if self.causal else ''}{'' if self.window is None else f'window {self.window} '}"
+        kind += "" if self.softcap is None else f"softcap {self.softcap:g} "
         shared = "" if self.shares == 1 else f" K{self.kv_heads}"
         return f"{kind}{self.dtype} B{self.batch} S{self.length} H{self.heads}{shared} D{self.head_dim}"
 
@@ -42,7 +47,8 @@ class SelfAttention:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
         lower = None if self.window is None else 1 - self.window
-        return {"scale": self.head_dim**-0.5, "lower": lower, "upper": 0 if self.causal else None}
+        limits = {"lower": lower, "upper": 0 if self.causal else None}
+        return {"scale": self.head_dim**-0.5, **limits} | ({} if self.softcap is None else {"softcap": self.softcap})
 
     @property
     def flops(self) -> int:
@@ -58,10 +64,21 @@ class SelfAttention:
         return tuple(jax.random.normal(k, shape).astype(self.dtype) for k, shape in zip(keys, shapes, strict=True))
 
     def unfused(self, q: Any, k: Any, v: Any) -> Any:
-        """By `jax.nn`."""
+        """By `jax.nn`, which has no softcap: then by its equations."""
         lower = self.options["lower"]
+        if self.softcap is not None:
+            return self._capped(q, k, v)
         mask = None if lower is None else reference.seen(self.length, self.length, lower, None)[None, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.causal)
+
+    def _capped(self, q: Any, k: Any, v: Any) -> Any:
+        assert self.softcap is not None
+        k, v = (jnp.repeat(x, self.shares, axis=2) for x in (k, v))
+        x = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * self.options["scale"]
+        x = self.softcap * jnp.tanh(x / self.softcap)
+        mask = reference.seen(self.length, self.length, self.options["lower"], self.options["upper"])
+        weights = jax.nn.softmax(jnp.where(mask, x, -jnp.inf), axis=-1)
+        return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
 
     @property
     def rounding(self) -> float:

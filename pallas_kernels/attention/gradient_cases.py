@@ -129,6 +129,10 @@ def _capped(head_dim: int) -> Case:
     return Case(2, 1000, 1000, 16, 4, head_dim, lower=-255, upper=0, softcap=50.0)
 
 
+def _windowed(head_dim: int, **beside: Any) -> Case:
+    return Case(2, 776, 1032, 16, 4, head_dim, lower=-100, upper=100, **beside)
+
+
 def _capped_and_dropped(head_dim: int) -> Case:
     return dataclasses.replace(
         _CAUSAL, keep="bhst", drawn=True, head_dim=head_dim, kv_heads=4, lower=-255, softcap=50.0
@@ -187,8 +191,18 @@ COMPILED: Mapping[str, Case] = {
     "dropout drawn, softcap, causal, D 128": dataclasses.replace(
         _CAUSAL, keep="bhst", drawn=True, head_dim=128, softcap=50.0
     ),
+    "dropout drawn, window, ragged, shared heads, D 128": _windowed(128, keep="bhst", drawn=True),
+    "dropout drawn, mask, D 128": _filled(128, mask="bhst", keep="bhst", drawn=True, upper=None),
     "dropout drawn, window, softcap, shared heads, D 96": _capped_and_dropped(96),
     "dropout drawn, window, softcap, shared heads, D 128": _capped_and_dropped(128),
+}
+
+#: Likewise, with much beside the scores, which XLA arranges first in some launches more.
+CROWDED: Mapping[str, Case] = {
+    "bias of keys, segments, window, ragged, D 128": _windowed(128, key_bias=True, segments=True, fill=_LOWEST),
+    "softcap, mask, bias, window, ragged, D 128": _windowed(128, mask="1hst", bias="bhst", fill=_LOWEST, softcap=50.0),
+    "all at once, D 64": _windowed(64, mask="bhst", bias="b1st", fill=_LOWEST, softcap=50.0, keep="bhst", drawn=True),
+    "all at once, D 128": _windowed(128, mask="bhst", bias="b1st", fill=_LOWEST, softcap=50.0, keep="bhst", drawn=True),
 }
 
 #: Likewise, with the bytes that the assembler spills at most: two sums of 256 numbers, tiles and a slope are too much

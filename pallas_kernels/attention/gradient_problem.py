@@ -85,15 +85,18 @@ def default_backward(
     Tiles as large as registers allow, beside sums. `is_plain`: no softcap, whose slope is one more tile. `per_score`,
     `per_column`: bytes of what is beside the scores. `is_drawn`: whether dropout is, whose numbers are two more tiles.
     """
-    # A softcap's tile and those of drawn dropout leave no room for both sums of longer heads.
-    is_split = head_dim > LONGEST_WHOLE or (is_drawn and not is_plain and head_dim > 64)
-    is_plain = is_plain and not is_drawn and per_score + per_column == 0
+    # How much room is taken beside the sums and the tiles of P and dP: arrays of one kind take less than of several.
+    beside = 2 * is_drawn + (not is_plain)
+    beside += sum((n > 0) + (n not in (0, 1, 2, 4)) for n in (per_score, per_column))
+    is_long = head_dim > LONGEST_WHOLE
+    is_split = is_long or (head_dim > 64 and beside > (2 if head_dim <= 96 else 1))
     sums = head_dim // 2 if is_split else head_dim  # registers of a thread
-    block_q = 64 if sums <= (96 if is_plain or is_split else 64) and not is_drawn else 32
-    block_k = 128 if head_dim <= 64 and is_plain else 64 if head_dim <= LONGEST_WHOLE or is_plain else 32
-    block_k, most = (32, 3 if is_split else 2) if is_drawn and head_dim > 64 else (block_k, 4)
+    widest = 96 if is_long or not beside else 64
+    block_q = 64 if sums <= widest and not is_drawn and is_split == is_long else 32
+    block_k = 128 if head_dim <= 64 and not beside else 64 if head_dim <= LONGEST_WHOLE or not beside else 32
+    block_k = 32 if is_drawn and (head_dim > 64 or beside > 3) else block_k
     # A slot among three takes a division, and so registers, which tiles beside the scores leave none of.
-    most = min(most, 2) if per_score and 64 < head_dim <= LONGEST_WHOLE else most
+    most = 2 if per_score and 64 < head_dim <= LONGEST_WHOLE else 3 if is_drawn and head_dim > 64 else 4
     found = [BackwardConfig(n, block_q, s, is_split) for n in (block_k, 32) for s in (4, 3, 2) if s <= most]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])

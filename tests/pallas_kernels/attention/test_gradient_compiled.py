@@ -10,7 +10,7 @@ from flax import linen
 import aicf_jax
 from pallas_kernels import aot
 from pallas_kernels.attention import backward
-from pallas_kernels.attention.gradient_cases import COMPILED, SPILLING
+from pallas_kernels.attention.gradient_cases import COMPILED, CROWDED, SPILLING
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
@@ -65,6 +65,7 @@ def program(case):
 
 def programs():
     found = {name: program(case) for name, case in COMPILED.items()}
+    found |= {name: program(case) for name, case in CROWDED.items()}
     found |= {name: program(case) for name, (case, _) in SPILLING.items()}
     found["fused"] = gradients(aicf_jax.fuse(causal, policy=H200)), (X, X, X, X)
     found["fused, padded"] = gradients(aicf_jax.fuse(padded, policy=H200)), (X, X, X, X, TOKENS)
@@ -90,6 +91,14 @@ def test_two_kernels_with_wgmma_or_three(reports, name):
     made = case.mask, case.bias, case.key_bias, case.keep and not case.drawn, may_see_all
     assert report.count <= report.counts["mosaic"] + sum(map(bool, made))
     assert report.spill_bytes <= (SPILLING[name][1] if name in SPILLING else 0), report
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_nothing_spills_with_much_beside_the_scores(reports, name):
+    report, case = reports[name], CROWDED[name]
+    assert not isinstance(report, Exception), report
+    assert report.counts["mosaic"] == 2 + bool(case.bias) and "wgmma" in str(report), report
+    assert report.spill_bytes == 0, report
 
 
 def test_a_program_with_gradients_has_temporaries_that_do_not_grow_with_the_square(reports):

@@ -15,13 +15,35 @@ def test_a_configuration_that_cannot_run_cannot_be_built(options):
         BackwardConfig(**options)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize(("per_score", "per_column"), [(0, 0), (0, 12), (1, 4), (4, 0), (5, 12)])
-def test_defaults_fit_the_device(head_dim, is_plain, per_score, per_column):
-    config = default_backward(head_dim, is_plain, per_score, per_column)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize(("is_plain", "is_drawn"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("per_score", "per_column"), [(0, 0), (0, 12), (1, 4), (4, 0), (5, 12), (6, 16)])
+def test_defaults_fit_the_device(head_dim, is_plain, is_drawn, per_score, per_column):
+    config = default_backward(head_dim, is_plain, per_score, per_column, is_drawn)
     assert config.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES
-    assert config.stages >= 3
+    assert config.stages >= (2 if per_score > 5 or (head_dim > 64 and (is_drawn or per_score)) else 3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "beside", "is_split"),
+    [
+        (128, {}, False),
+        (128, {"is_plain": False}, False),
+        (128, {"per_score": 4}, False),
+        (128, {"per_column": 4}, False),
+        (128, {"is_plain": False, "per_score": 1}, True),
+        (128, {"per_score": 5}, True),
+        (128, {"per_score": 4, "per_column": 1}, True),
+        (128, {"per_column": 8}, True),
+        (128, {"is_drawn": True}, True),
+        (96, {"is_drawn": True}, False),
+        (96, {"is_drawn": True, "is_plain": False}, True),
+        (64, {"is_drawn": True, "is_plain": False, "per_score": 5, "per_column": 8}, False),
+        (144, {}, True),
+    ],
+)
+def test_sums_are_split_where_what_is_beside_them_leaves_no_registers(head_dim, beside, is_split):
+    assert default_backward(head_dim, **{"is_plain": True} | beside).split_sums == is_split
 
 
 def ids(*shape, dtype=jnp.int32):
