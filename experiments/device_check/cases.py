@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import aicf_jax
+from pallas_kernels.attention.device import SelfAttention
 from pallas_kernels.device_case import CUBLASLT, DeviceCase, discover, nbytes, tolerance
 
 
@@ -20,7 +21,8 @@ def every_case(target: str) -> dict[str, DeviceCase]:
 def fused_cases(target: str) -> list[DeviceCase]:
     """Forward and gradients of a layer, fused, beside the same without `fuse`."""
     layers = [_layer(jax.nn.relu, "relu", k) for k in (512, 1024, 2048, 4096)]
-    layers += [_layer(jax.nn.gelu, "gelu", 1024), _norm_residual(8192, 4096), _attention(4, 2048, 16, 64)]
+    layers += [_layer(jax.nn.gelu, "gelu", 1024), _norm_residual(8192, 4096)]
+    layers += [_attention(SelfAttention(4, 2048, 16, 64, causal=True))]
     return [_fused(*layer, target) for layer in layers]
 
 
@@ -55,18 +57,16 @@ def _norm_residual(count: int, length: int) -> tuple[str, Any, Any, int, int, di
     return f"layer norm of a sum {count}x{length} and gradients", norm, arrays, 0, count, {}
 
 
-def _attention(batch: int, length: int, heads: int, head_dim: int) -> tuple[str, Any, Any, int, int, dict[str, Any]]:
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    def arrays(key: jax.Array) -> tuple[Any, ...]:
-        shape = (batch, length, heads, head_dim)
-        return _bf16(*(jax.random.normal(k, shape) for k in jax.random.split(key, 4)))
-
-    # seven products for what is seen, which is half
-    flops = 7 * batch * heads * length * length * head_dim
-    name = f"causal attention B{batch} S{length} H{heads} D{head_dim} and gradients"
-    return name, attention, arrays, flops, length, {}
+def _attention(of: SelfAttention) -> tuple[str, Any, Any, int, int, dict[str, Any]]:
+    # two products forward, five backward
+    return (
+        f"attention {of} and gradients",
+        of.unfused,
+        lambda key: of.arrays(key, of.heads),
+        7 * of.flops,
+        of.length,
+        {},
+    )
 
 
 def _bf16(*xs: Any) -> tuple[Any, ...]:

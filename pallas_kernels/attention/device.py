@@ -48,7 +48,7 @@ class SelfAttention:
         """Keyword arguments of the kernels."""
         lower = None if self.window is None else 1 - self.window
         limits = {"lower": lower, "upper": 0 if self.causal else None}
-        return {"scale": self.head_dim**-0.5, **limits} | ({} if self.softcap is None else {"softcap": self.softcap})
+        return {"scale": self.head_dim**-0.5, **limits, "softcap": self.softcap}
 
     @property
     def flops(self) -> int:
@@ -67,15 +67,14 @@ class SelfAttention:
         """By `jax.nn`, which has no softcap: then by its equations."""
         lower = self.options["lower"]
         if self.softcap is not None:
-            return self._capped(q, k, v)
+            return self._capped(q, k, v, self.softcap)
         mask = None if lower is None else reference.seen(self.length, self.length, lower, None)[None, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.causal)
 
-    def _capped(self, q: Any, k: Any, v: Any) -> Any:
-        assert self.softcap is not None
+    def _capped(self, q: Any, k: Any, v: Any, softcap: float) -> Any:
         k, v = (jnp.repeat(x, self.shares, axis=2) for x in (k, v))
         x = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * self.options["scale"]
-        x = self.softcap * jnp.tanh(x / self.softcap)
+        x = softcap * jnp.tanh(x / softcap)
         mask = reference.seen(self.length, self.length, self.options["lower"], self.options["upper"])
         weights = jax.nn.softmax(jnp.where(mask, x, -jnp.inf), axis=-1)
         return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)

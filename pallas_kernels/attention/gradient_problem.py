@@ -88,15 +88,20 @@ def default_backward(
     # How much room is taken beside the sums and the tiles of P and dP: arrays of one kind take less than of several.
     beside = 2 * is_drawn + (not is_plain)
     beside += sum((n > 0) + (n not in (0, 1, 2, 4)) for n in (per_score, per_column))
-    is_long = head_dim > LONGEST_WHOLE
-    is_split = is_long or (head_dim > 64 and beside > (2 if head_dim <= 96 else 1))
-    sums = head_dim // 2 if is_split else head_dim  # registers of a thread
-    widest = 96 if is_long or not beside else 64
-    block_q = 64 if sums <= widest and not is_drawn and is_split == is_long else 32
-    block_k = 128 if head_dim <= 64 and not beside else 64 if head_dim <= LONGEST_WHOLE or not beside else 32
-    block_k = 32 if is_drawn and (head_dim > 64 or beside > 3) else block_k
-    # A slot among three takes a division, and so registers, which tiles beside the scores leave none of.
-    most = 2 if per_score and 64 < head_dim <= LONGEST_WHOLE else 3 if is_drawn and head_dim > 64 else 4
+    if head_dim <= 64:
+        is_split, most = False, 4
+        block_q = 32 if is_drawn else 64
+        block_k = 128 if not beside else 32 if is_drawn and beside > 3 else 64
+    elif head_dim <= LONGEST_WHOLE:
+        is_split = beside > (2 if head_dim <= 96 else 1)
+        block_q = 64 if head_dim <= 96 and not beside else 32
+        block_k = 32 if is_drawn else 64
+        # A slot among three takes a division, and so registers, which tiles beside the scores leave none of.
+        most = 2 if per_score else 3 if is_drawn else 4
+    else:
+        is_split, most = True, 3 if is_drawn else 4
+        block_q = 64 if head_dim <= 192 and not is_drawn else 32
+        block_k = 32 if beside else 64
     found = [BackwardConfig(n, block_q, s, is_split) for n in (block_k, 32) for s in (4, 3, 2) if s <= most]
     fitting = (c for c in found if c.smem_bytes(head_dim, per_score, per_column) <= _mosaic.HOPPER_SMEM_BYTES)
     return next(fitting, found[-1])

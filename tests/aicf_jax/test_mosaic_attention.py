@@ -18,6 +18,8 @@ from aicf_jax.kernels._kernel import Where
 from aicf_jax.ops._attention_variant import Variant
 from pallas_kernels import _mosaic, attention
 from pallas_kernels.attention import ForwardConfig
+from pallas_kernels.attention.arguments import HIGHEST_NUMBER
+from pallas_kernels.attention.config import HEAD_ATOM, MAX_HEAD_DIM
 from tests.aicf_jax.mosaic_attention_support import (
     BESIDE,
     CAUSAL,
@@ -129,6 +131,13 @@ def test_not_taken(name):
     assert [x.kernel for x in report.fusions] == ["xla"], name
     (refusal,) = [r for r in report.refusals if r.detail.startswith("kernel mosaic_attention ")]
     assert refusal.code == "capability" and found in refusal.found, refusal
+
+
+def test_a_refusal_tells_the_limits_of_the_library():
+    """Its text is written without importing the library."""
+    told = str(mosaic_attention.KERNEL.capabilities["variant"])
+    assert f"heads of a multiple of {HEAD_ATOM} up to {MAX_HEAD_DIM}" in told
+    assert f"numbers below {HIGHEST_NUMBER:.0e}".replace("+0", "") in told
 
 
 def test_float32_stays_with_xla():

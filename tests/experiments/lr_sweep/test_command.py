@@ -6,9 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +16,7 @@ from rich.console import Console
 from experiments.lr_sweep import report, train
 from experiments.lr_sweep.config import Cell
 from experiments.lr_sweep.verdict import judge
+from tests.experiments.command_support import help_of
 from tests.experiments.lr_sweep.sweep_support import SMALL, SMALL_FLAGS, ReassociatedModel, command
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -121,14 +119,7 @@ def test_usage_errors_name_the_flag_and_exit_with_2(tmp_path, capsys):
 
 
 def test_help_runs_as_a_module():
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments.lr_sweep", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[3],
-    )
+    text = help_of("experiments.lr_sweep")
     for flag in (
         "--learning-rates",
         "--optimizers",
@@ -139,8 +130,8 @@ def test_help_runs_as_a_module():
         "--output",
         "--quick",
     ):
-        assert flag in result.stdout
-    assert "exit codes" in result.stdout
+        assert flag in text
+    assert "exit codes" in text
 
 
 def test_cells_print_as_their_parts():
