@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step, nbytes
+from aicf_jax.ops._product_gradient import pulled_back
 from aicf_jax.recompute import SMALLEST_BYTES, recomputed
 
 
@@ -256,17 +257,14 @@ def _step_cotangents(
     op: FusedOp, step: Step, inputs: Sequence[Any], residual: Any, ct: Any, needed: set[int]
 ) -> list[tuple[int, Any]]:
     """``(slot, cotangent)`` of each needed operand of one step."""
-    avals = [v.aval for v in step.body.invars]
     positions = [j for j, slot in enumerate(step.operands) if slot in needed]
     if step.role == "pointwise":
         return [(step.operands[0], activation_grad_p.bind(residual, ct, grad=pointwise_grad(op)))]
     if step.role == "linear":
-        terms = jax.linear_transpose(lambda *xs: _run(step, xs), *avals)(ct)
+        terms = jax.linear_transpose(lambda *xs: _run(step, xs), *(v.aval for v in step.body.invars))(ct)
         return [(step.operands[j], terms[j]) for j in positions]
     operands = [inputs[i] for i in step.operands]
-    return [
-        (step.operands[j], jax.linear_transpose(_one_operand(step, operands, j), avals[j])(ct)[0]) for j in positions
-    ]
+    return [(step.operands[j], pulled_back(step, operands, j, ct)) for j in positions]
 
 
 def _depends_on(op: FusedOp, wanted: Sequence[int]) -> set[int]:

@@ -229,12 +229,12 @@ def _whole_backward_text(backward: Backward) -> str:
 
 
 def _reshapes(graph: Graph) -> dict[int, int]:
-    """Value -> the value it is a view of: reshapes, sums over dimensions of one, what a barrier passes on."""
+    """Value -> the value it is a view of: reshapes, sums over dimensions of one, what a barrier or `late` passes on."""
     same: dict[int, int] = {}
     for i in schedule(graph):
         node = graph.nodes[i]
-        if node.op == "optimization_barrier":
-            same.update((v, same.get(u, u)) for u, v in zip(node.inputs, node.outputs, strict=True))
+        if node.op in ("optimization_barrier", "late"):
+            same.update((v, same.get(u, u)) for u, v in zip(node.inputs, node.outputs, strict=False))
         if node.op == "reshape" or (
             node.op == "reduce_sum" and _size(graph, node.inputs) == _size(graph, node.outputs)
         ):

@@ -19,10 +19,14 @@ Env = dict[str, Any]
 
 @dataclasses.dataclass
 class Scope:
-    """Values on chip and the position of the loops: axis -> index of its block."""
+    """Values on chip and the position of the loops: axis -> index of its block.
+
+    `turned` has values of outside a stream once more, their last two axes exchanged, for products inside of it.
+    """
 
     values: Env
     position: Env
+    turned: Env = dataclasses.field(default_factory=dict)
 
 
 class Tiles:
@@ -91,6 +95,11 @@ class Tiles:
 
     def _contraction(self, s: Compute, args: list[Any], types: list[Type], scope: Scope) -> Any:
         valid = self._valid(s.param("over"), scope)
+        if s.op == "dot" and _is_across(types, s.param("over")):
+            for k, name in enumerate(s.args):
+                if name in scope.turned:
+                    args[k], types[k] = scope.turned[name], _exchanged(types[k])
+                    break
         monoid = {"reduce_max": "max", "reduce_min": "min"}.get(s.op, "sum")
         if valid is not None:
             args = [self._masked(x, t, valid, monoid) for x, t in zip(args, types, strict=True)]
@@ -103,6 +112,20 @@ class Tiles:
         if monoid == "sum":
             return jnp.sum(x, axis=over, dtype=dtype)
         return (jnp.max if monoid == "max" else jnp.min)(x, axis=over).astype(dtype)
+
+    def _turned(self, body: Sequence[Any], values: Env) -> Env:
+        """What products of a stream's body read across, of the values outside of it, with exchanged axes.
+
+        A product whose operands both begin with the axis that is summed goes to a slower library of XLA's.
+        """
+        found: Env = {}
+        for s in body:
+            if isinstance(s, Compute) and s.op == "dot":
+                types = [self.types[a] for a in s.args]
+                name = next((a for a in s.args if a in values), None)
+                if name is not None and _is_across(types, s.param("over")):
+                    found[name] = jnp.swapaxes(values[name], -1, -2)
+        return found
 
     def _dot(self, args: list[Any], types: list[Type], target: Type, precision: str | None) -> Any:
         letters = {a: chr(ord("a") + k) for k, a in enumerate(self.axes)}
@@ -131,17 +154,37 @@ class Tiles:
         return random_bits(scope.values[s.args[0]], flat)
 
 
-def _is_turned(types: Sequence[Type], target: Type, sizes: dict[str, int]) -> bool:
-    """Whether a product is faster as the transpose of itself: none of its operands ends in the contracted axis.
+def _is_across(types: Sequence[Type], over: Sequence[str]) -> bool:
+    """Whether a product sums over the last axis but one of both its operands, and has the last ones in its result."""
+    if len(over) != 1 or any(t.axes[-2:-1] != tuple(over) for t in types):
+        return False
+    left, right = types
+    return left.axes[-1] not in right.axes and right.axes[-1] not in left.axes
 
-    Such products go to a library that is the faster the fewer rows the first operand has (a quarter, for 64 and 256).
+
+def _exchanged(type_: Type) -> Type:
+    return dataclasses.replace(type_, axes=(*type_.axes[:-2], *type_.axes[:-3:-1]))
+
+
+def _is_turned(types: Sequence[Type], target: Type, sizes: dict[str, int]) -> bool:
+    """Whether a product is faster as the transpose of itself.
+
+    Where it is the plain one of rows and columns, ``[a, over] [over, b]``, and b, a are wanted. And where none of its
+    operands ends in the axis that is summed: such products go to a library that is the faster the fewer rows the first
+    operand has (a quarter, for 64 and 256).
     """
     both = set(types[0].axes) & set(types[1].axes)
     over = both - set(target.axes)
-    if len(over) != 1 or any({t.axes[-1]} == over or len(set(t.axes) - both) != 1 for t in types):
+    if len(over) != 1 or len(target.axes) < 2:
         return False
     rows, columns = target.axes[-2:]
-    return not both & {rows, columns} and sizes[rows] > sizes[columns]
+    if both & {rows, columns} or any(len(set(t.axes) - both) != 1 for t in types):
+        return False
+    ending = [{t.axes[-1]} == over for t in types]
+    if any(ending):
+        left, right = types if ending[0] else types[::-1]
+        return right.axes[-2:] == (*over, rows) and left.axes[-2:] == (columns, *over)
+    return sizes[rows] > sizes[columns]
 
 
 def _precision(name: str) -> Any:

@@ -24,7 +24,7 @@ from mcir.derive import Derived
 from mcir.graph import View
 from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
 from mcir.monoid import Moments
-from mcir.operations import empty_value, shifted_exp
+from mcir.operations import empty_value, never, shifted_exp
 from mcir.visibility import block_visibility, needs_all
 
 #: In the environment: whether all numbers in memory are finite.
@@ -153,8 +153,7 @@ class _Nest(Tiles):
         for b in reversed(self.program.role("input")):
             x = memory[b.name]
             if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
-                first = x.ravel()[0]
-                return jnp.isnan(first) & jnp.isfinite(first)
+                return never(x)
         return jnp.bool_(False)
 
     def _position(self, step: Any, counts: Sequence[int]) -> Env:
@@ -213,9 +212,10 @@ class _Nest(Tiles):
         states = [n for s in stream.body if isinstance(s, Update) for n in s.results]
         stored = list(dict.fromkeys(s.buffer for s in stream.body if isinstance(s, Store)))
         axis = self.axes[stream.axis]
+        turned = self._turned(stream.body, scope.values) if axis.count > 1 else {}
 
         def body(unmasked: bool, step: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            inner = Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position))
+            inner = Scope({**scope.values, **dict(zip(states, carry, strict=False))}, dict(scope.position), turned)
             inner.position[stream.axis] = step
             known = {stream.skip.predicate: jnp.asarray(stream.skip.visible)} if unmasked and stream.skip else {}
             view = {**memory, **dict(zip(stored, carry[len(states) :], strict=True))}

@@ -22,8 +22,8 @@ from mcir.derive import Derived, from_graph
 from mcir.graph import split
 from mcir.lower_jax import lower
 
-#: Of a block of logits.
-BLOCK_BYTES = 16 * 2**20
+#: Of a block of logits. Products of 512 rows and 16384 classes take 0.93 of the time of those of 256.
+BLOCK_BYTES = 32 * 2**20
 #: Blocks have no fewer rows or classes than this: a product of few is slow.
 LEAST_ROWS, LEAST_CLASSES = 128, 128
 #: One axis of rows may be sharded over so many devices without being moved.

@@ -56,8 +56,8 @@ def part_of(op: FusedOp, a: Any, b: Any) -> Matrices | None:
     batch = len(a_batch)
     if tuple(a_batch) != tuple(range(batch)) or tuple(b_batch) != tuple(range(batch)):
         return None
-    trans_a = _is_contracted_first(a, a_contract, batch)
-    b_first = _is_contracted_first(b, b_contract, batch)
+    trans_a = is_contracted_first(a, a_contract, batch)
+    b_first = is_contracted_first(b, b_contract, batch)
     if trans_a is None or b_first is None or 0 in (*a.shape, *b.shape):
         return None
     k = math.prod(a.shape[d] for d in a_contract)
@@ -68,7 +68,7 @@ def part_of(op: FusedOp, a: Any, b: Any) -> Matrices | None:
     return Matrices(size if batch else None, m, n, k, trans_a, not b_first, _bias(op, m, n), dtype)
 
 
-def _is_contracted_first(aval: Any, contract: tuple[int, ...], batch: int) -> bool | None:
+def is_contracted_first(aval: Any, contract: tuple[int, ...], batch: int) -> bool | None:
     """Whether the contracted dimensions come before the free ones; None where they are mixed or in another order."""
     count = len(contract)
     if tuple(contract) == tuple(range(aval.ndim - count, aval.ndim)):

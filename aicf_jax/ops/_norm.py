@@ -17,7 +17,7 @@ from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp, Step, nbytes
 from aicf_jax.pattern import Match
-from aicf_jax.recompute import SMALLEST_BYTES, recomputed
+from aicf_jax.recompute import SMALLEST_BYTES, late, recomputed
 
 FORMULAS = ("centered", "moments", "mean_square")
 
@@ -239,6 +239,8 @@ def cotangent(
     # Without a result of its own the sum is added up again: two arrays read for one kept.
     x = wide(op, results[known] if known is not None else _summed_again(op, inputs))
     x, kept, cts = recomputed((x, list(saved), list(cts)))
+    after = next(ct for ct in cts if ct is not None)
+    kept = [late(numbers, after) for numbers in kept]
     given = dict(zip(op.results, cts, strict=True))
     aval = op.slot_avals[slot]
     found: dict[int, Any] = {}

@@ -14,6 +14,7 @@ import jax
 from jax.interpreters import ad
 
 from aicf_jax import _compat
+from aicf_jax.ops._product_gradient import pulled_back
 from aicf_jax.ops._semantic import Composite, FusedOp, Step
 
 Kept = Callable[[FusedOp], Sequence[int]]
@@ -103,14 +104,7 @@ def _pulled_back(step: Step, values: _Values, out: list[Any], needed: set[int]) 
         return [(step.operands[j], terms[j]) for j in places]
     operands: list[Any] = [values[s] for s in step.operands]
     if step.role == "bilinear":
-        found = []
-        for j in places:
-
-            def one(x: Any, j: int = j) -> Any:
-                return run(*[x if k == j else o for k, o in enumerate(operands)])
-
-            found.append((step.operands[j], jax.linear_transpose(one, step.body.invars[j].aval)(out)[0]))
-        return found
+        return [(step.operands[j], pulled_back(step, operands, j, out[0])) for j in places]
 
     def some(*xs: Any) -> Any:
         given = dict(zip(places, xs, strict=True))

@@ -1,0 +1,67 @@
+"""The gradient of a product by one of its operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from aicf_jax import _compat
+from aicf_jax.ops._matrices import is_contracted_first
+from aicf_jax.ops._semantic import Step
+
+
+def pulled_back(step: Step, operands: Sequence[Any], k: int, ct: Any) -> Any:
+    """The cotangent of operand `k` of a bilinear step, the others being given.
+
+    ``dW[k, n] = sum over b, s of x[b, s, k] dZ[b, s, n]`` is written as the product of two matrices. With two
+    dimensions to sum over XLA copies dZ on a CPU, and multiplies two factors that it reads across: 1.1 to 1.8 times
+    the time. On several devices it stays as it is: batch and positions may be split over them, and are not merged.
+    """
+    matrices = _as_matrices(step, operands, k) if jax.device_count() == 1 else None
+    aval = step.body.invars[k].aval
+    if matrices is None:
+        (found,) = jax.linear_transpose(_one_operand(step, operands, k), aval)(ct)
+        return found
+    product, own, result = matrices
+    (found,) = jax.linear_transpose(product, jax.ShapeDtypeStruct(own, aval.dtype))(ct.reshape(result))
+    return found.reshape(aval.shape)
+
+
+def _one_operand(step: Step, operands: Sequence[Any], k: int) -> Callable[[Any], Any]:
+    """The step as a function of operand `k` alone."""
+    run = _compat.as_function(step.body)
+
+    def f(x: Any) -> Any:
+        return run(*[x if i == k else o for i, o in enumerate(operands)])[0]
+
+    return f
+
+
+def _as_matrices(step: Step, operands: Sequence[Any], k: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
+    """``(product of matrices as a function of operand k, shape of the operand, shape of the result)``.
+
+    None where the gradient sums over one dimension anyway, or where grouping dimensions would move data.
+    """
+    (eqn, *more), avals = step.body.eqns, [v.aval for v in step.body.invars]
+    if more or eqn.primitive.name != "dot_general" or list(eqn.invars) != list(step.body.invars):
+        return None
+    params = dict(eqn.params)
+    contracted, batch = params.pop("dimension_numbers")
+    if batch != ((), ()) or params.get("out_sharding") is not None or avals[1 - k].ndim - len(contracted[1 - k]) < 2:
+        return None
+    first = [is_contracted_first(a, c, 0) for a, c in zip(avals, contracted, strict=True)]
+    if None in first:
+        return None
+    depth = math.prod(avals[k].shape[d] for d in contracted[k])
+    free = [math.prod(a.shape[d] for d in range(a.ndim) if d not in c) for a, c in zip(avals, contracted, strict=True)]
+    shapes = [(depth, n) if f else (n, depth) for n, f in zip(free, first, strict=True)]
+    partner = operands[1 - k].reshape(shapes[1 - k])
+    numbers = (tuple((0,) if f else (1,) for f in first), ((), ()))
+
+    def product(x: Any) -> Any:
+        return jax.lax.dot_general(*((x, partner) if k == 0 else (partner, x)), numbers, **params)
+
+    return product, shapes[k], (free[0], free[1])
