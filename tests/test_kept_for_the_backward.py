@@ -5,10 +5,13 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
+from jax.test_util import check_grads
 
 import aicf_jax
+from aicf_jax.recompute import late
 from tests.support import normal
 
 X = normal(1, 4, 2048, 32)  # 1 MiB
@@ -59,3 +62,24 @@ def test_what_is_computed_again_is_not_merged_with_the_forward(activation, recom
 
     assert ("optimization_barrier" in program(X)) == recomputes
     assert "optimization_barrier" not in program(SMALL)
+
+
+def test_what_a_norm_computes_again_waits_for_its_cotangent():
+    """XLA for CPUs may otherwise normalize once more in the forward, and keep an array of the input's size."""
+    norm = nn.LayerNorm()
+    variables = norm.init(jax.random.key(0), X)
+    model = aicf_jax.fuse(lambda v, x: norm.apply(v, jnp.sin(x)))
+    lowered = jax.jit(jax.grad(lambda v: (model(v, X) ** 2).sum())).lower(variables)
+    assert re.search(r"is_finite", lowered.as_text())
+    assert "is_finite" not in jax.jit(lambda v: model(v, X)).lower(variables).as_text()
+
+
+def test_late_is_the_same_numbers_in_every_transformation():
+    x, after = normal(3, 3), normal(4, 1, 4) * jnp.nan
+    f = lambda x: late(x, after) * 2  # noqa: E731
+    for y in (f(x), jax.jit(f)(x), jax.vmap(f)(x), jax.vmap(late, (None, 0))(x, jnp.ones((2, 3)))[0] * 2):
+        np.testing.assert_array_equal(y, x * 2)
+    assert late(x, jnp.zeros(0)) is x
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(x), jnp.full(3, 2.0))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda a: late(x, a).sum() + 3 * a))(jnp.float32(1)), 3.0)
+    check_grads(lambda x: late(x, x) ** 2, (np.float64(1.5),), order=2, rtol=1e-3, eps=1e-3)

@@ -59,9 +59,9 @@ def _as_matrices(step: Step, operands: Sequence[Any], k: int) -> tuple[Any, tupl
     free = [math.prod(a.shape[d] for d in range(a.ndim) if d not in c) for a, c in zip(avals, contracted, strict=True)]
     shapes = [(depth, n) if f else (n, depth) for n, f in zip(free, first, strict=True)]
     partner = operands[1 - k].reshape(shapes[1 - k])
-    numbers = (tuple((0,) if f else (1,) for f in first), ((), ()))
+    left, right = ((0,) if f else (1,) for f in first)
 
     def product(x: Any) -> Any:
-        return jax.lax.dot_general(*((x, partner) if k == 0 else (partner, x)), numbers, **params)
+        return jax.lax.dot_general(*((x, partner) if k == 0 else (partner, x)), ((left, right), ((), ())), **params)
 
     return product, shapes[k], (free[0], free[1])
