@@ -267,6 +267,12 @@ def _step_cotangents(
     return [(step.operands[j], pulled_back(step, operands, j, ct)) for j in positions]
 
 
+def reduced_to(x: Any, aval: Any) -> Any:
+    """A cotangent of a value of type `aval`, summed over the manual axes that only the cotangent varies along."""
+    extra = _compat.typeof(x).manual_axis_type.varying - aval.manual_axis_type.varying
+    return jax.lax.psum(x, tuple(sorted(extra))) if extra else x
+
+
 def _depends_on(op: FusedOp, wanted: Sequence[int]) -> set[int]:
     """Slots through which a wanted input reaches the result."""
     reached, n = set(wanted), len(op.in_avals)

@@ -236,7 +236,9 @@ def _tangent_transpose(cts: Sequence[Any], *args: Any, op: FusedOp, present: tup
     if op.context.policy.verify:
         expected = jax.vjp(op.reference, *inputs)[1](tuple(map(ad.instantiate_zeros, cts)))
         verify.watch(f"backward of {op!r}", op, values, [expected[i] for i in wanted], backward=True)
-    found = dict(zip(wanted, values, strict=True))
+    # In a shard_map a composite's gradients vary wherever one of its inputs does.
+    avals = {i: d.aval for i, d in zip(where, dots, strict=True) if ad.is_undefined_primal(d)}
+    found = {i: autodiff.reduced_to(x, avals[i]) for i, x in zip(wanted, values, strict=True)}
     return [*fixed, *(found.get(i) for i in where)]
 
 

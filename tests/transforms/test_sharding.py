@@ -179,3 +179,44 @@ def test_eager_call_keeps_the_sharding_of_its_result():
     got, want = aicf_jax.fuse(f)(x, w, b), f(x, w, b)
     assert_same(got, want, roundings=ROUNDINGS)
     assert got.sharding.is_equivalent_to(want.sharding, 2)
+
+
+LARGE = normal(5, 4, 2048, 32)  # 1 MiB: norms have a derived backward
+
+
+def scaled_norm(x, scale):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+VARIES = {
+    "norm": (scaled_norm, LARGE, normal(6, 8, 32)),
+    "product": (lambda x, w: jax.nn.gelu(x @ w + w[0]), LARGE[:, :5], normal(7, 8, 32, 16)),
+    "weight": (lambda w, x: x @ w + w[0], normal(7, 32, 16), normal(8, 8, 4, 5, 32)),
+}
+
+
+@pytest.mark.parametrize("name", VARIES)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_of_what_does_not_vary_beside_what_does(monkeypatch, name, devices):
+    """The cotangent of an argument that all parts of a shard_map share is summed over them, once."""
+    f, shared, own = VARIES[name]
+    own = own[:devices]
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    monkeypatch.setattr(jax, "device_count", lambda *args: devices)
+    aicf_jax.clear_caches()
+
+    def gradient(g):
+        def total(shared, own):
+            local = jax.shard_map(
+                lambda a, b: g(a, b[0])[None], mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+            )
+            y = local(shared, own)
+            return (y**2 * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(shared, own)
+
+    # sums over 16 to 8192 terms, in another order
+    for found, expected in zip(gradient(aicf_jax.fuse(f)), gradient(f), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * float(jnp.abs(expected).max()))
+    aicf_jax.clear_caches()
