@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step, nbytes
-from aicf_jax.ops._product_gradient import pulled_back
+from aicf_jax.ops._product_gradient import one_operand, pulled_back
 from aicf_jax.recompute import SMALLEST_BYTES, recomputed
 
 
@@ -64,15 +64,6 @@ def kept(op: FusedOp, results: Sequence[Any], saved: Sequence[Any]) -> list[Any]
 def _run(step: Step, operands: Sequence[Any]) -> Any:
     (out,) = _compat.as_function(step.body)(*operands)
     return out
-
-
-def _one_operand(step: Step, operands: Sequence[Any], k: int) -> Any:
-    """The step as a function of operand `k` alone."""
-
-    def f(x: Any) -> Any:
-        return _run(step, [x if i == k else o for i, o in enumerate(operands)])
-
-    return f
 
 
 # -- derivative of a pointwise step ---------------------------------------------------------------------
@@ -191,7 +182,7 @@ def tangent(op: FusedOp, inputs: Sequence[Any], saved: Sequence[Any], tangents: 
         terms = []
         if step.role == "bilinear":
             operands = [inputs[i] for i in step.operands]
-            terms = [_one_operand(step, operands, j)(slots[i]) for j, i in enumerate(step.operands) if i in slots]
+            terms = [one_operand(step, operands, j)(slots[i]) for j, i in enumerate(step.operands) if i in slots]
         elif step.role == "pointwise":
             grad = pointwise_grad(op)
             terms = [grad.tangent(residual, slots[i]) for i in step.operands if grad is not None and i in slots]

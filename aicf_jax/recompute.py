@@ -34,8 +34,18 @@ def late(x: Any, after: Any) -> Any:
     return late_p.bind(x, after) if after.size else x
 
 
-def _late_on_cpu(x: Any, after: Any) -> Any:
+def _by_barrier(x: Any, after: Any) -> Any:
+    return recomputed((x, after))[0]
+
+
+def _by_select(x: Any, after: Any) -> Any:
     return jnp.where(never(after), jnp.zeros_like(x), x)
+
+
+def _lower_on_cpu(ctx: Any, *args: Any) -> Any:
+    # Among several devices one of them has the number that is asked for, and would have to send it to the others.
+    f = _by_barrier if _compat.is_split_by_xla(ctx) else _by_select
+    return mlir.lower_fun(f, multiple_results=False)(ctx, *args)
 
 
 def _late_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -49,8 +59,8 @@ def _late_transpose(ct: Any, x: Any, after: Any) -> Any:
 late_p = _compat.new_primitive("late")
 late_p.def_impl(lambda x, after: x)
 late_p.def_abstract_eval(lambda x, after: x)
-mlir.register_lowering(late_p, mlir.lower_fun(lambda x, after: recomputed((x, after))[0], multiple_results=False))
-mlir.register_lowering(late_p, mlir.lower_fun(_late_on_cpu, multiple_results=False), platform="cpu")
+mlir.register_lowering(late_p, mlir.lower_fun(_by_barrier, multiple_results=False))
+mlir.register_lowering(late_p, _lower_on_cpu, platform="cpu")
 ad.primitive_jvps[late_p] = _late_jvp
 ad.primitive_transposes[late_p] = _late_transpose
 batching.primitive_batchers[late_p] = lambda args, dims: (late_p.bind(*args), dims[0])

@@ -21,11 +21,11 @@ def pulled_back(step: Step, operands: Sequence[Any], k: int, ct: Any) -> Any:
     the time. On several devices it stays as it is: batch and positions may be split over them, and are not merged.
     """
     product = _as_matrices(step, operands, k) if jax.device_count() == 1 else None
-    (found,) = jax.linear_transpose(product or _one_operand(step, operands, k), step.body.invars[k].aval)(ct)
+    (found,) = jax.linear_transpose(product or one_operand(step, operands, k), step.body.invars[k].aval)(ct)
     return found
 
 
-def _one_operand(step: Step, operands: Sequence[Any], k: int) -> Callable[[Any], Any]:
+def one_operand(step: Step, operands: Sequence[Any], k: int) -> Callable[[Any], Any]:
     """The step as a function of operand `k` alone."""
     run = _compat.as_function(step.body)
 

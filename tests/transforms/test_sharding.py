@@ -220,3 +220,17 @@ def test_gradients_of_what_does_not_vary_beside_what_does(monkeypatch, name, dev
     for found, expected in zip(gradient(aicf_jax.fuse(f)), gradient(f), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * float(jnp.abs(expected).max()))
     aicf_jax.clear_caches()
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_a_large_norm_communicates_no_more_than_unfused(spec):
+    """Its backward waits for the cotangent, and must not fetch a number of it from another device for that."""
+    mesh = mesh_of({"data": 8})
+    args = [
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((jnp.tile(LARGE, (2, 1, 1)), spec), (normal(6, 32), P()))
+    ]
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda *a: (f(*a) ** 3).sum(), argnums=(0, 1))).lower(*args).compile()
+
+    assert collectives(gradient(aicf_jax.fuse(scaled_norm))) <= collectives(gradient(scaled_norm))
