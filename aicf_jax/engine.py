@@ -169,10 +169,11 @@ class Engine:
         return graph, [fused for _, fused in sorted(found, key=lambda pair: pair[0])], refused
 
     def _at(self, graph: Graph, pattern: Pattern, start: int) -> tuple[Match | None, Refusal | None, tuple[int, ...]]:
-        """``(match, refusal, nodes that the chain might have started at too)``."""
+        """``(match, refusal, nodes that other patterns of the operation are not to start at)``."""
         hit = match(graph, pattern, start)
         if hit is None:
-            return None, near_miss(graph, pattern, start), (start,)
+            refusal, whole = near_miss(graph, pattern, start)
+            return None, refusal, (start,) if whole else ()
         anchors = hit.positions[: pattern.prefix + 1]
         hit = pattern.rewrite.extend(hit)
         refusal = legality.check(hit, self.context.policy)

@@ -125,6 +125,7 @@ class NearMiss:
       sequence: tests along the chain, as in a pattern.
       fork: the last node's consumers must include one for each of these tests (other than each other).
       operand: the last node must have another operand that is computed by a node passing this test.
+      whole: the chain is left exactly as written. Otherwise shorter patterns with the same `rewrite` may get a part.
     """
 
     code: str
@@ -133,6 +134,7 @@ class NearMiss:
     found: str | None = None
     fork: tuple[Test, ...] = ()
     operand: Test | None = None
+    whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +149,8 @@ class Pattern:
       rules: normalization rules of its own (`normalize.Rule`), which see canonical nodes that the package does not
         know. They run with the package's, in the order of all their `order`.
 
-    A chain with a near miss is left exactly as written: shorter patterns with the same `rewrite` do not get it either.
+    A chain with a near miss is left exactly as written: shorter patterns with the same `rewrite` do not get it either,
+    but where the `NearMiss` says so.
     """
 
     name: str
@@ -328,16 +331,16 @@ def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
     return None
 
 
-def near_miss(graph: Graph, pattern: Pattern, start: int) -> Refusal | None:
-    """Why a chain that resembles the pattern is not it; None when nothing resembles it."""
+def near_miss(graph: Graph, pattern: Pattern, start: int) -> tuple[Refusal | None, bool]:
+    """Why a chain that resembles the pattern is not it, and whether it is left whole; None when nothing resembles it."""
     if not pattern.starts_at(graph.flag_list[start]):
-        return None
+        return None, True
     unsafe = max(chains(graph, pattern.sequence, start, safe=False), key=len, default=())
     for row in pattern.near_misses:
         for path in chains(graph, row.sequence, start):
             if _applies(graph, row, path, unsafe):
-                return _refusal(graph, pattern, row, path)
-    return _unsafe(graph, pattern, unsafe)
+                return _refusal(graph, pattern, row, path), row.whole
+    return _unsafe(graph, pattern, unsafe), True
 
 
 def _applies(graph: Graph, row: NearMiss, path: tuple[int, ...], unsafe: tuple[int, ...]) -> bool:
