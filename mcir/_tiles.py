@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mcir._picks import element, picks
 from mcir.ir import Compute, Load, OnlineReduction, Program, Stream, Tile, Type
 from mcir.operations import POINTWISE, empty_value, random_bits, shifted_exp
 
@@ -41,6 +42,7 @@ class Tiles:
                 self.types[s.result] = s.type
             elif isinstance(s, OnlineReduction):
                 self.types.update(dict.fromkeys(s.results, s.type))
+        self.picks = picks(flat(nest.body))
 
     def _extent(self, axis: str, scope: Scope) -> int:
         """Size of a tile along an axis; the stream's axis counts as tiled inside it."""
@@ -105,7 +107,17 @@ class Tiles:
             args = [self._masked(x, t, valid, monoid) for x, t in zip(args, types, strict=True)]
         if s.op == "dot":
             return self._dot(args, types, s.type, s.param("precision"))
-        return self._reduce(monoid, args[0], types[0], s.type.axes, s.type.dtype)
+        picked = self._picked(s.args[0], s.type, scope) if monoid == "sum" and valid is None else None
+        return self._reduce(monoid, args[0], types[0], s.type.axes, s.type.dtype) if picked is None else picked
+
+    def _picked(self, summed: str, target: Type, scope: Scope) -> Any:
+        """A sum that is one element of each row; None where it is another one."""
+        pick, axes = self.picks.get(summed), self.types[summed].axes
+        if pick is None or set(axes) - set(target.axes) != {pick.axis} or self.types[pick.x].axes != axes:
+            return None
+        label = scope.values[pick.label] - self._indices(pick.axis, scope)[0]
+        label = self._aligned(label, self.types[pick.label].axes, axes)
+        return element(scope.values[pick.x], label, axes.index(pick.axis)).astype(target.dtype)
 
     def _reduce(self, monoid: str, x: Any, type_: Type, target: Sequence[str], dtype: str) -> Any:
         over = tuple(k for k, a in enumerate(type_.axes) if a not in target)

@@ -297,6 +297,10 @@ class _Nest(Tiles):
             ]
         if len(args) == 2:
             return self._dot(args, types, declared.type, None)
+        if declared.monoid == "sum" and valid is None:
+            picked = self._picked(s.args[0], declared.type, scope)
+            if picked is not None:
+                return picked
         return self._reduce(declared.monoid, args[0], types[0], declared.type.axes, dtype)
 
     def _update_moments(self, s: Update, declared: OnlineReduction, scope: Scope, valid: Any) -> None:

@@ -59,7 +59,7 @@ def codes(f, *args):
     for pattern in PATTERNS:
         for i in range(len(graph.nodes)):
             if i not in found and match(graph, pattern, i) is None:
-                refusal = near_miss(graph, pattern, i)
+                refusal, _ = near_miss(graph, pattern, i)
                 if refusal is not None:
                     found[i] = refusal.code
     return list(found.values())
