@@ -157,11 +157,26 @@ def _total(graph: Graph, start: int, inside: dict[int, None]) -> int:
             return start
         way.append(position)
         if node.op == "reduce_sum" and graph.values[node.outputs[0]].aval.shape == ():
+            way += _mean(graph, position)
             inside.update(dict.fromkeys(way))
-            return position
+            return way[-1]
         if (node.op not in POINTWISE and node.op not in _ROW_LAYOUT) or _size(graph, position) > _size(graph, start):
             return start
     return start
+
+
+def _mean(graph: Graph, total: int) -> list[int]:
+    """The node that multiplies or divides a sum by a number, where nothing else uses the sum.
+
+    As part of the loss its gradient comes with those of the forward, which else were multiplied once more, as a whole.
+    """
+    users, out = graph.consumers(total), graph.nodes[total].outputs[0]
+    if len(users) != 1 or out in graph.escaping:
+        return []
+    node = graph.nodes[users[0]]
+    if node.op not in ("mul", "div") or len(node.covers) != 1 or node.inputs[0] != out:
+        return []
+    return users[:1] if graph.literal(node.inputs[1]) is not None else []
 
 
 def _size(graph: Graph, position: int) -> int:
