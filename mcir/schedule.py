@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from gpu_probe.property_map import PropertyMap
 from mcir.errors import MCIRError
 from mcir.ir import Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
@@ -61,9 +63,10 @@ class Hardware:
         Read from ``/sys/devices/system/cpu/cpu0/cache``. Where there is no such thing (not Linux, some containers),
         4 MiB: less than the last cache of any machine of the last ten years has for two cores. A round of an XLA loop
         takes some ten microseconds to start on a CPU, time for about 64 KiB; two cores do some 90 GFLOP/s (float32)
-        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core, or one of less than about 256 x 128
-        x 64 in eight batches, by release and layout.
+        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core before jax 0.11, and spreads batches
+        over cores since: then one of less than about 256 x 128 x 64 in eight batches, by layout.
         """
+        rows = 512 if jax.__version_info__ < (0, 11) else 256
         found = []
         for index in sorted(folder.glob("index*")):
             try:
@@ -74,10 +77,10 @@ class Hardware:
             if kind != "Instruction":
                 found.append((int(level), _bytes(size), sharing))
         if not found:
-            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0, 256, 512)
+            return cls("host (cache sizes unknown)", 4 * 2**20, 2**16, 8.0, 256, rows)
         level, size, sharing = max(found)
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0, 256, 512)
+        return cls(f"host (L{level} cache)", size * min(usable, sharing) // sharing, 2**16, 8.0, 256, rows)
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, Any]) -> Hardware:
