@@ -29,7 +29,7 @@ from aicf_jax import _compat
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp, Step, nbytes
 from aicf_jax.ops._product_gradient import one_operand, pulled_back
-from aicf_jax.recompute import SMALLEST_BYTES, recomputed
+from aicf_jax.recompute import SMALLEST_BYTES, late
 
 
 def save(op: FusedOp, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -139,7 +139,7 @@ mlir.register_lowering(
 
 def _recomputing(grad: PointwiseGrad, r: Any, t: Any) -> tuple[Any, Any]:
     """A derivative that starts from the activation's input computes the activation's inner values again."""
-    return (r, t) if grad.from_output or nbytes(_compat.typeof(r)) < SMALLEST_BYTES else recomputed((r, t))
+    return (r, t) if grad.from_output or nbytes(_compat.typeof(r)) < SMALLEST_BYTES else (late(r, t), t)
 
 
 @memo(256)
