@@ -12,9 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from gpu_probe.property_map import PropertyMap
+from mcir._compat import rows_of_products
 from mcir.errors import MCIRError
 from mcir.ir import Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
 from mcir.lifetime import lifetimes, live_bytes, peak_bytes
@@ -63,10 +62,10 @@ class Hardware:
         Read from ``/sys/devices/system/cpu/cpu0/cache``. Where there is no such thing (not Linux, some containers),
         4 MiB: less than the last cache of any machine of the last ten years has for two cores. A round of an XLA loop
         takes some ten microseconds to start on a CPU, time for about 64 KiB; two cores do some 90 GFLOP/s (float32)
-        beside some 10 GB/s. XLA runs a product of fewer than 512 rows on one core before jax 0.11, and spreads batches
-        over cores since: then one of less than about 256 x 128 x 64 in eight batches, by layout.
+        beside some 10 GB/s. XLA runs small products on one core: of fewer than 512 rows or, by release
+        (`_compat.rows_of_products`) and layout, of less than about 256 x 128 x 64 in eight batches.
         """
-        rows = 512 if jax.__version_info__ < (0, 11) else 256
+        rows = rows_of_products()
         found = []
         for index in sorted(folder.glob("index*")):
             try:
