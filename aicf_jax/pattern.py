@@ -332,7 +332,7 @@ def match(graph: Graph, pattern: Pattern, start: int) -> Match | None:
 
 
 def near_miss(graph: Graph, pattern: Pattern, start: int) -> tuple[Refusal | None, bool]:
-    """Why a chain that resembles the pattern is not it, and whether it is left whole; None when nothing resembles it."""
+    """Why a chain that resembles the pattern is not it (None: nothing resembles it), and whether it is left whole."""
     if not pattern.starts_at(graph.flag_list[start]):
         return None, True
     unsafe = max(chains(graph, pattern.sequence, start, safe=False), key=len, default=())
