@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,44 @@ def test_gradients_of_the_mean_are_computed_in_the_forward_and_those_of_rows_aga
     assert "unit_dW" not in rows.program and KERNEL + "_grad" in rows.backward
     assert total.program.count("dot(") == 3  # once for the value, twice where it is differentiated, and dW's sum
     assert rows.backward_program.count("dot(") == 2
+
+
+NUMBERS = {
+    "mean": (jnp.mean, "div(total, c"),
+    "divided": (lambda rows: jnp.sum(rows) / 3.0, "div(total, c"),
+    "scaled": (lambda rows: jnp.sum(rows) * 0.25, "mul(total, c"),
+    "divided twice": (lambda rows: jnp.mean(rows) / 3.0, "div(total, c"),
+}
+# Of these the sum alone is the loss: what is made of it is no number times it, or it is a result itself.
+NOT_NUMBERS = {
+    "sum": jnp.sum,
+    "divides": lambda rows: 3.0 / jnp.sum(rows),
+    "used twice": lambda rows: (lambda total: total / 4.0 + jnp.tanh(total))(jnp.sum(rows)),
+    "squared": lambda rows: jnp.sum(rows) ** 2,
+    "offset": lambda rows: jnp.sum(rows) + 1.0,
+    "by a traced number": lambda rows: jnp.sum(rows) / jnp.sum(LABELS > 2),
+}
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *NOT_NUMBERS])
+def test_a_number_that_the_sum_is_multiplied_by_is_part_of_the_loss(name):
+    """The gradients of the forward are then those of a cotangent of one, which need not be multiplied once more."""
+    total, line = NUMBERS.get(name) or (NOT_NUMBERS[name], None)
+    f = head(lambda logits, labels: total(by_optax(logits, labels)))
+    differentiated = only(aicf_jax.explain(f, H, W, LABELS)).program.split("Differentiated")[1]
+    assert any(op in differentiated for op in ("div(total, c", "mul(total, c")) == (line is not None)
+    assert line is None or line in differentiated
+    args = (H, W, LABELS)
+    for g in (f, lambda *a: 3 * f(*a)):
+        assert_close(gradients(aicf_jax.fuse(g, policy=RAISE), args), gradients(g, args))
+
+
+def test_the_gradients_of_a_mean_are_not_multiplied_after_they_are_made():
+    f = aicf_jax.fuse(head(totalled(by_optax)))
+    text = jax.jit(jax.value_and_grad(f, (0, 1))).lower(H, W, LABELS).compile().as_text()
+    weights = rf"f32\[{W.shape[0]},{W.shape[1]}\]"
+    assert re.search(rf"while\S* = \(.*{weights}", text)
+    assert not re.search(rf"multiply\S* = {weights}", text[text.index("\nENTRY") :])
 
 
 HEADS = {
