@@ -155,7 +155,13 @@ def _grad_batch(args: Any, dims: Any, *, grad: PointwiseGrad) -> Any:
     return jax.vmap(grad, in_axes=tuple(dims))(*args), 0
 
 
+def _grad_transpose(ct: Any, r: Any, t: Any, *, grad: PointwiseGrad) -> Any:
+    """Element by element it is its own transpose."""
+    return [None, ad.Zero(t.aval) if type(ct) is ad.Zero else activation_grad_p.bind(r, ct, grad=grad)]
+
+
 ad.primitive_jvps[activation_grad_p] = _grad_jvp
+ad.primitive_transposes[activation_grad_p] = _grad_transpose
 batching.primitive_batchers[activation_grad_p] = _grad_batch
 
 

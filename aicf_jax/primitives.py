@@ -14,6 +14,7 @@ kernel of its own is kept whole, and ``fused`` returns the residual as a further
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from aicf_jax.errors import FuseError
 from aicf_jax.memo import memo
 from aicf_jax.ops import FusedOp
 from aicf_jax.policy import TARGETS
+from aicf_jax.recompute import unordered
 from aicf_jax.select import check_results, is_left_to_xla, kernel_for, results_of
 
 fused_p = _compat.new_primitive("fused", multiple_results=True)
@@ -246,6 +248,7 @@ def _transpose(cts: Sequence[Any], *inputs: Any, op: FusedOp, residual: bool) ->
     """Transposes the equations: an operation without an activation is linear in its product's operands one by one."""
     where = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
     given = list(inputs)
+    op = dataclasses.replace(op, steps=tuple(dataclasses.replace(s, body=unordered(s.body)) for s in op.steps))
 
     def f(*xs: Any) -> list[Any]:
         for i, x in zip(where, xs, strict=True):

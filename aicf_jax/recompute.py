@@ -34,6 +34,23 @@ def late(x: Any, after: Any) -> Any:
     return late_p.bind(x, after) if after.size else x
 
 
+def unordered(jaxpr: Any) -> Any:
+    """The program without barriers and without waiting: for a transpose, which takes what waits for a cotangent as linear."""
+    known: dict[Any, Any] = {}
+
+    def source(v: Any) -> Any:
+        return v if isinstance(v, _compat.Literal) else known.get(v, v)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        operands = [source(v) for v in eqn.invars]
+        if eqn.primitive in (late_p, jax.lax.optimization_barrier_p):
+            known.update(zip(eqn.outvars, operands, strict=False))
+        else:
+            eqns.append(eqn.replace(invars=operands))
+    return jaxpr.replace(eqns=eqns, outvars=[source(v) for v in jaxpr.outvars])
+
+
 def _by_barrier(x: Any, after: Any) -> Any:
     return recomputed((x, after))[0]
 
