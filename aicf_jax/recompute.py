@@ -35,7 +35,7 @@ def late(x: Any, after: Any) -> Any:
 
 
 def unordered(jaxpr: Any) -> Any:
-    """The program without barriers and without waiting: for a transpose, which takes what waits for a cotangent as linear."""
+    """The program without barriers and waiting, for a transpose: what waits for a cotangent would look linear in it."""
     known: dict[Any, Any] = {}
 
     def source(v: Any) -> Any:

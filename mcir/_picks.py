@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mcir.ir import Compute, Load
+from mcir.ir import Axis, Compute, Load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Pick:
     axis: str
 
 
-def picks(statements: Sequence[Any]) -> dict[str, Pick]:
+def picks(statements: Sequence[Any], axes: Mapping[str, Axis]) -> dict[str, Pick]:
     """The values whose sums over `Pick.axis` alone are picks.
 
     None among several devices: rows or the axis may be split over them, and are not to be fetched.
@@ -34,7 +35,18 @@ def picks(statements: Sequence[Any]) -> dict[str, Pick]:
     made = {s.result: s for s in statements if isinstance(s, Compute)}
     vary = {s.result: s.type.axes for s in statements if isinstance(s, (Compute, Load))}
     found = {name: _pick(s, made) for name, s in made.items() if s.op == "select_n" and len(s.args) == 3}
-    return {name: p for name, p in found.items() if p is not None and p.axis not in vary.get(p.label, (p.axis,))}
+    return {
+        name: p
+        for name, p in found.items()
+        if p is not None and p.axis not in vary.get(p.label, (p.axis,)) and _counts(made, name, axes[p.axis])
+    }
+
+
+def _counts(made: Mapping[str, Compute], select: str, axis: Axis) -> bool:
+    """Whether the compared positions are all different: integers of 8 bits start again, large floats are rounded."""
+    test = made[made[select].args[0]]
+    dtype = next(made[a].type.dtype for a in test.args if a in made and made[a].op == "iota")
+    return np.issubdtype(dtype, np.integer) and axis.count * axis.block - 1 <= np.iinfo(dtype).max
 
 
 def _pick(select: Compute, made: Mapping[str, Compute]) -> Pick | None:
@@ -50,9 +62,13 @@ def _pick(select: Compute, made: Mapping[str, Compute]) -> Pick | None:
     return None
 
 
-def element(x: Any, label: Any, axis: int) -> Any:
-    """``x[..., label, ...]``, 0 where there is none. `label` has one dimension of one, at `axis`."""
-    n = x.shape[axis]
+def element(x: Any, label: Any, start: Any, axis: int) -> Any:
+    """The element at `label` of a tile whose first is at `start`, 0 where there is none.
+
+    `label` has a dimension of one at `axis`.
+    """
+    n, integer = x.shape[axis], jnp.result_type(int)
+    label = label.astype(integer) - jnp.asarray(start, integer)
     there = (label >= 0) & (label < n)
     shape = [1 if d == axis else size for d, size in enumerate(x.shape)]
     place = jnp.broadcast_to(jnp.clip(label, 0, n - 1), shape)

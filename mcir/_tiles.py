@@ -44,7 +44,7 @@ class Tiles:
                 self.types[s.result] = s.type
             elif isinstance(s, OnlineReduction):
                 self.types.update(dict.fromkeys(s.results, s.type))
-        self.picks = picks(flat(nest.body))
+        self.picks = picks(flat(nest.body), self.axes)
         self.products = {s.result: s for s in flat(nest.body) if isinstance(s, Compute) and s.op == "mul"}
 
     def _extent(self, axis: str, scope: Scope) -> int:
@@ -132,9 +132,9 @@ class Tiles:
         pick, axes = self.picks.get(summed), self.types[summed].axes
         if pick is None or set(axes) - set(target.axes) != {pick.axis} or self.types[pick.x].axes != axes:
             return None
-        label = scope.values[pick.label] - self._indices(pick.axis, scope)[0]
-        label = self._aligned(label, self.types[pick.label].axes, axes)
-        return element(scope.values[pick.x], label, axes.index(pick.axis)).astype(target.dtype)
+        label = self._aligned(scope.values[pick.label], self.types[pick.label].axes, axes)
+        start = self._indices(pick.axis, scope)[0]
+        return element(scope.values[pick.x], label, start, axes.index(pick.axis)).astype(target.dtype)
 
     def _reduce(self, monoid: str, x: Any, type_: Type, target: Sequence[str], dtype: str) -> Any:
         over = tuple(k for k, a in enumerate(type_.axes) if a not in target)

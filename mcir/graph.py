@@ -65,6 +65,11 @@ class ComputationGraph:
     outputs: tuple[tuple[int, View], ...]
 
 
+def has_positions(graph: ComputationGraph, axis: str) -> bool:
+    """Whether a value is the position along an axis, or depends on it."""
+    return any(axis in v.axes or axis in v.param("axes", ()) for v in graph.values if v.op in ("iota", "bits"))
+
+
 def split(graph: ComputationGraph, axis: str, major: int) -> ComputationGraph:
     """The graph with one axis as two, the first of size `major`: blocks of the second take elements from everywhere.
 
@@ -73,7 +78,7 @@ def split(graph: ComputationGraph, axis: str, major: int) -> ComputationGraph:
     size = graph.axes[axis]
     if size % major:
         raise ValueError(f"split: expected a divisor of {axis}, of size {size}, found {major}")
-    if any(axis in v.axes or axis in v.param("axes", ()) for v in graph.values if v.op in ("iota", "bits")):
+    if has_positions(graph, axis):
         raise ValueError(f"split: expected an axis without positions, found positions along {axis}")
     parts = [f"{axis}{letter}" for letter in ("_major", "_minor")]
 

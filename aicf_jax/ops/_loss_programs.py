@@ -19,7 +19,7 @@ from aicf_jax.ops import _programs
 from aicf_jax.ops._loss_composition import input_names, kept_gradients, logits_aval, names, places, results, save
 from aicf_jax.ops._semantic import FusedOp, nbytes
 from mcir.derive import Derived, from_graph
-from mcir.graph import split
+from mcir.graph import has_positions, split
 from mcir.lower_jax import lower
 
 #: Of a block of logits.
@@ -76,9 +76,12 @@ def backward(op: FusedOp) -> Derived:
 
 
 def _spread(graph: Any, vocabulary: frozenset[str]) -> Any:
-    """Rows that are one axis as two, so that blocks of rows take some of every part of an array that is sharded."""
+    """Rows that are one axis as two, so that blocks of rows take some of every part of an array that is sharded.
+
+    Not where a row's loss depends on its position, as with weights that are one: such rows are cut as they are.
+    """
     rows = _rows(graph, vocabulary)
-    if len(rows) != 1:
+    if len(rows) != 1 or has_positions(graph, rows[0]):
         return graph
     size = graph.axes[rows[0]]
     major = min(size & -size, SHARDS)  # the largest power of two that divides it

@@ -229,7 +229,8 @@ class Rows:
         if c:
             m = finite(self.m)
             # inf - inf: an infinite logit makes its whole row NaN, unless the maximum is guarded.
-            total = self.l if form.guarded else jnp.where(jnp.isinf(self.m), jnp.nan, self.l)
+            # A factor, so that the gradient of its whole row is NaN too.
+            total = self.l if form.guarded else self.l * jnp.where(jnp.isinf(self.m), jnp.nan, 1.0)
             out = times(c * jnp.log(total)) + (times(shift * m) if shift else 0)
             out = out if not form.slope else out + form.slope * (t - times(m))
         elif form.slope:

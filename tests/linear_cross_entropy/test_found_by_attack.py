@@ -86,6 +86,33 @@ def test_logits_that_were_rounded_are_other_logits():
     assert aicf_jax.explain(f, H, W, LABELS).count("linear_cross_entropy") == 0
 
 
+def test_weights_by_position():
+    """Rows that know where they are cannot be one axis cut in two."""
+
+    def f(h, w, labels):
+        return jnp.sum(by_optax(h @ w, labels) * jnp.arange(20) / 20)
+
+    check(f, (normal(3, 20, 5), W, jnp.arange(20) % CLASSES), 1)
+
+
+@pytest.mark.parametrize("total", [jnp.mean, lambda rows: jnp.sum(rows * 0.5), lambda rows: rows])
+@pytest.mark.parametrize("where", ["an infinite weight", "an infinite hidden state", "NaN"])
+def test_a_row_of_log_softmax_with_an_infinite_logit_is_nan_as_a_whole(total, where):
+    def f(h, w, labels):
+        return total(-at(jax.nn.log_softmax(h @ w), labels))
+
+    h = {"an infinite hidden state": H.at[1, 2].set(jnp.inf)}.get(where, H)
+    w = {"an infinite weight": W.at[2, 5].set(jnp.inf), "NaN": W.at[2, 5].set(jnp.nan)}.get(where, W)
+
+    def gradients(g):
+        out, back = jax.vjp(lambda h, w: g(h, w, LABELS), h, w)
+        return quick_jit(back)(jnp.ones_like(out))
+
+    found, want = gradients(aicf_jax.fuse(f, policy=RAISE)), gradients(f)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+
+
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_mean_over_no_rows_has_a_gradient_of_zero(guarded):
     def f(h, w, labels):

@@ -111,6 +111,20 @@ class TestOneElementOfEachRow:
         assert not reads_elements(program, x, label)
         np.testing.assert_allclose(run(program, x, label), found, rtol=1e-6)
 
+    @pytest.mark.parametrize("dtype", ["uint8", "int8", "float32", "bfloat16"])
+    def test_positions_that_are_not_integers_or_start_again_are_compared(self, dtype):
+        program = pick(j=300, bj=300, dtype=dtype)
+        x, label = draw(0, 5, 300), jnp.asarray([0, 7, 44, 100, 127], dtype)
+        assert not reads_elements(program, x, label)
+        at = jnp.arange(300, dtype="int32").astype(dtype)
+        want = np.where(np.asarray(at == label[:, None]), x, 0).sum(1)
+        np.testing.assert_allclose(run(program, x, label), want, rtol=1e-6)
+
+    def test_labels_without_a_sign_may_be_larger_than_any_position(self):
+        x, label = draw(0, 5, 7), jnp.asarray([0, 6, 7, 2**31, 2**32 - 1], "uint32")
+        assert reads_elements(pick(dtype="uint32"), x, label)
+        np.testing.assert_array_equal(run(pick(dtype="uint32"), x, label), jnp.asarray([x[0, 0], x[1, 6], 0, 0, 0]))
+
     def test_a_label_for_each_element_is_compared(self):
         program = pick(label="int32[i, j]")
         x, label = draw(0, 5, 7), jnp.asarray(np.arange(35).reshape(5, 7) % 3, jnp.int32)
