@@ -15,8 +15,8 @@ HIDDEN = 4 * WIDTH  # of its MLP
 MODELS = {
     # RMSNorm, rotary positions, SwiGLU from one projection that is cut in two; both outputs have a bias.
     "mha": ({}, {"attention": 2, "rms_norm": 5, "glu": 2, "gemm_epilogue": 4}),
-    # LayerNorm, grouped queries, gelu, learned positions, dropout, a head of its own: products whose bias dropout
-    # scales stay as they are.
+    # LayerNorm, grouped queries, gelu, learned positions, dropout, a head of its own; dropout scales two
+    # of the products with a bias.
     "gqa": (
         {
             "attention": "gqa",
@@ -27,7 +27,7 @@ MODELS = {
             "dropout": 0.1,
             "weight_tying": False,
         },
-        {"attention": 2, "layer_norm": 5, "gemm_epilogue": 3},
+        {"attention": 2, "layer_norm": 5, "gemm_epilogue": 7},
     ),
     # Latent attention: queries, keys and values through a narrow product, two of them normalized.
     "mla": (

@@ -59,12 +59,11 @@ GENERATORS = ("gpt2", "llama", "mistral")
 VISION = {**SIZES, "image_size": 16, "patch_size": 4}
 IMAGE_MODELS = {
     # The patches are a convolution with a bias; q, k, v, out and both of the MLP have one, and so has the classifier.
-    # A query that is scaled after its bias is left to the attention.
     "vit": (
         "FlaxViTForImageClassification",
         "ViTConfig",
         VISION,
-        {"conv_epilogue": 1, "attention": 2, "layer_norm": 5, "gemm_epilogue": 11},
+        {"conv_epilogue": 1, "attention": 2, "layer_norm": 5, "gemm_epilogue": 13},
     ),
     # The stem, the two convolutions of either stage and one shortcut, each with the stored statistics behind it.
     "resnet": (
