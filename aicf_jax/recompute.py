@@ -30,7 +30,7 @@ def recomputed(values: Any) -> Any:
 
 
 def late(x: Any, after: Any) -> Any:
-    """`x`, a few numbers, which a compiler cannot have before `after`: nor, then, what is computed from them."""
+    """`x`, which a compiler cannot have before `after`: nor, then, what is computed from it."""
     return late_p.bind(x, after) if after.size else x
 
 

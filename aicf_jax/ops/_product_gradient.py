@@ -49,6 +49,9 @@ def _as_matrices(step: Step, operands: Sequence[Any], k: int) -> Callable[[Any],
     partner_is_matrix = avals[1 - k].ndim - len(contracted[1 - k]) < 2 and len(contracted[1 - k]) < 2
     if batch != ((), ()) or params.get("out_sharding") is not None or partner_is_matrix:
         return None
+    # The order of the pairs that are summed over is free: `einsum` writes the last first.
+    pairs = sorted(zip(*contracted, strict=True))
+    contracted = tuple(tuple(pair[i] for pair in pairs) for i in (0, 1))
     first = [is_contracted_first(a, c, 0) for a, c in zip(avals, contracted, strict=True)]
     if None in first:
         return None

@@ -88,6 +88,15 @@ def test_rows_of_several_dimensions_are_merged():
     assert "batching_dims = [0] x [0]" in last_product("batch")
 
 
+def test_a_weight_with_several_dimensions_of_rows_is_one_matrix():
+    """Of heads and their features: XLA transposed such a weight when the program starts, and kept the copy."""
+    formula, *shapes = MATRICES["out of heads"]
+    f, args = aicf_jax.fuse(loss(formula)), arguments(formula, *shapes, "float32")
+    text = jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), 0)).lower(*args).as_text()
+    (*_, last) = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert "tensor<6x4xf32>" in last and "tensor<2x3x4xf32>" not in last
+
+
 def test_on_several_devices_rows_are_not_merged(monkeypatch):
     """Batch and positions may each be split over devices."""
     monkeypatch.setattr(jax, "device_count", lambda *args: 8)
