@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mcir._bounds import Bounds
+from mcir._layouts import Axes, cut, from_axes, layouts, padded, to_axes
 from mcir._tiles import Env, Scope, Tiles, flat
 from mcir.derive import Derived
-from mcir.graph import View
-from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Type, Update
+from mcir.ir import Axis, Buffer, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
 from mcir.monoid import Moments
 from mcir.operations import empty_value, never, shifted_exp
 from mcir.visibility import block_visibility, needs_all
@@ -33,38 +34,43 @@ _FINITE = "all finite"
 
 def lower(derived: Derived) -> Callable[..., tuple[Any, ...]]:
     """A function of the arrays that the original function takes, in their own layout, giving its results."""
-    program = lower_program(derived.program)
+    orders = layouts(derived)
+    program = lower_program(derived.program, orders)
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         inputs = [
-            _to_axes(arguments[k], view, derived.program, buffer.type)
+            to_axes(arguments[k], view, derived.program, orders[buffer.name])
             for (k, view), buffer in zip(derived.arguments, derived.program.role("input"), strict=True)
         ]
         found = dict(zip((b.name for b in derived.program.role("output")), program(*inputs), strict=True))
-        return tuple(
-            _from_axes(found[name], view, derived.program, derived.program.buffer(name).type)
-            for name, view in derived.results
-        )
+        return tuple(from_axes(found[name], view, derived.program, orders[name]) for name, view in derived.results)
 
     return run
 
 
-def lower_program(program: Program) -> Callable[..., tuple[Any, ...]]:
-    """A function from the program's inputs to its outputs: arrays whose dimensions are the axes of their types."""
-    runs = [_Nest(program, nest) for nest in program.nests]
+def lower_program(
+    program: Program, orders: Mapping[str, Axes] = MappingProxyType({})
+) -> Callable[..., tuple[Any, ...]]:
+    """A function from the program's inputs to its outputs: arrays whose dimensions are the axes of their types.
+
+    Args:
+      program: one that verifies.
+      orders: buffer -> the order of its axes in memory, of those that do not have the order of their type.
+    """
+    runs = [_Nest(program, nest, orders) for nest in program.nests]
     skipping = any(isinstance(s, Stream) and s.skip is not None for _, s in program.statements())
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         memory: Env = {}
         for buffer, array in zip(program.role("input"), inputs, strict=True):
-            memory[buffer.name] = _padded(array, buffer.type, program)
+            memory[buffer.name] = padded(array, orders.get(buffer.name, buffer.type.axes), program)
         if skipping:
             arrays = [memory[b.name] for b in program.role("input")]
             finite = [_is_finite(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
             memory[_FINITE] = jnp.stack(finite).all() if finite else jnp.bool_(True)
         for nest in runs:
             nest(memory)
-        return tuple(_cut(memory[b.name], b.type, program) for b in program.role("output"))
+        return tuple(cut(memory[b.name], orders.get(b.name, b.type.axes), program) for b in program.role("output"))
 
     return run
 
@@ -74,62 +80,13 @@ def _is_finite(x: Any) -> Any:
     return jnp.isfinite(jnp.sum(x, dtype=jnp.promote_types(x.dtype, "float32")))
 
 
-# -- between arrays and named axes ------------------------------------------------------------------------------
-
-
-def _to_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
-    """An argument with one dimension for each axis, in the program's order."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(array)
-    flat = [a for dim in view.dims for a in dim]
-    if view.place is not None:
-        starts, strides = view.place.starts, view.place.strides
-        limits = [s + t * (n - 1) + 1 for s, t, n in zip(starts, strides, view.shape, strict=True)]
-        array = jax.lax.slice(array, starts, limits, strides)
-    array = array.reshape([program.axis(a).size for a in flat])
-    order = sorted(range(len(flat)), key=lambda k: type_.axes.index(flat[k]))
-    return array.transpose(order)
-
-
-def _from_axes(array: Any, view: View, program: Program, type_: Type) -> Any:
-    """A result in its own layout; along axes that its value does not vary along it is repeated."""
-    flat = [a for dim in view.dims for a in dim]
-    have = [a for a in flat if a in type_.axes]
-    array = array.transpose([type_.axes.index(a) for a in have])
-    sizes = [program.axis(a).size for a in flat]
-    if have != flat:
-        array = jax.lax.broadcast_in_dim(array, sizes, [flat.index(a) for a in have])
-    array = array.reshape(view.shape)
-    if view.place is None:
-        return array
-    config = [
-        (start, whole - (start + stride * (n - 1) + 1), stride - 1)
-        for n, whole, start, stride in zip(
-            view.shape, view.place.whole, view.place.starts, view.place.strides, strict=True
-        )
-    ]
-    return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
-
-
-def _padded(array: Any, type_: Type, program: Program) -> Any:
-    """Zeros up to whole blocks; reductions leave them out."""
-    if array.ndim != len(type_.axes):
-        return array  # the two words of a key
-    widths = [(0, a.count * a.block - a.size) for a in map(program.axis, type_.axes)]
-    return jnp.pad(array, widths) if any(w for _, w in widths) else array
-
-
-def _cut(array: Any, type_: Type, program: Program) -> Any:
-    sizes = [program.axis(a).size for a in type_.axes]
-    return array if list(array.shape) == sizes else array[tuple(slice(0, n) for n in sizes)]
-
-
 # -- one nest -----------------------------------------------------------------------------------------------------
 
 
 class _Nest(Tiles):
-    def __init__(self, program: Program, nest: Tile):
+    def __init__(self, program: Program, nest: Tile, orders: Mapping[str, Axes]):
         super().__init__(program, nest)
+        self.orders = orders
         self.loops = [self.axes[a] for a in nest.axes]
         stored = [s for s in flat(nest.body) if isinstance(s, Store)]
         self.stored = list(dict.fromkeys(s.buffer for s in stored))
@@ -137,7 +94,7 @@ class _Nest(Tiles):
     def __call__(self, memory: Env) -> None:
         for name in self.stored:
             buffer = self.program.buffer(name)
-            shape = [a.count * a.block for a in map(self.program.axis, buffer.type.axes)]
+            shape = [a.count * a.block for a in map(self.program.axis, self.order(buffer))]
             memory[name] = jnp.full(shape, self._zero(memory).astype(buffer.type.dtype))
         counts = [a.count for a in self.loops]
 
@@ -171,7 +128,7 @@ class _Nest(Tiles):
     # -- statements -------------------------------------------------------------------------------------------
     def _statement(self, s: Any, scope: Scope, memory: Env) -> None:
         if isinstance(s, Load):
-            scope.values[s.result] = self._load(memory[s.buffer], s.type, scope.position)
+            scope.values[s.result] = self._load(memory[s.buffer], s, scope.position)
         elif isinstance(s, Compute):
             scope.values[s.result] = self._compute(s, scope)
         elif isinstance(s, OnlineReduction):
@@ -183,14 +140,18 @@ class _Nest(Tiles):
         else:
             raise TypeError(f"{type(s).__name__} outside of a stream")
 
-    def _load(self, array: Any, type_: Type, position: Env) -> Any:
-        if array.ndim != len(type_.axes):
+    def order(self, buffer: Buffer) -> Axes:
+        """The axes of a buffer as they lie in memory."""
+        return self.orders.get(buffer.name, buffer.type.axes)
+
+    def _load(self, array: Any, s: Load, position: Env) -> Any:
+        if array.ndim != len(s.type.axes):
             return array
-        starts = self._starts(type_.axes, position)
-        sizes = [self.axes[a].block if a in position else self.axes[a].size for a in type_.axes]
-        if list(array.shape) == sizes:
-            return array
-        return jax.lax.dynamic_slice(array, starts, sizes)
+        order = self.orders.get(s.buffer, s.type.axes)
+        sizes = [self.axes[a].block if a in position else self.axes[a].size for a in order]
+        if list(array.shape) != sizes:
+            array = jax.lax.dynamic_slice(array, self._starts(order, position), sizes)
+        return array.transpose([order.index(a) for a in s.type.axes])
 
     def _starts(self, axes: Sequence[str], position: Env) -> list[Any]:
         """Where a tile begins. In one type: with 64-bit types enabled, loops count in several."""
@@ -198,9 +159,10 @@ class _Nest(Tiles):
 
     def _store(self, s: Store, scope: Scope, memory: Env) -> None:
         buffer, array = self.program.buffer(s.buffer), memory[s.buffer]
-        axes, position = buffer.type.axes, scope.position
-        starts = self._starts(axes, position)
+        order = self.order(buffer)
+        starts = self._starts(order, scope.position)
         value = scope.values[s.value].astype(buffer.type.dtype)
+        value = value.transpose([buffer.type.axes.index(a) for a in order])
         if s.accumulate:
             value = value + jax.lax.dynamic_slice(array, starts, value.shape)
         memory[s.buffer] = value if array.shape == value.shape else jax.lax.dynamic_update_slice(array, value, starts)
@@ -265,7 +227,7 @@ class _Nest(Tiles):
             carry = jax.lax.fori_loop(jnp.where(rest, high, axis.count), axis.count, masked, carry)
             return jax.lax.fori_loop(0, jnp.where(rest, low, 0), masked, carry)
         buffer = self.program.buffer(skip.rows)
-        rest = needs_all(skip, _cut(memory[skip.rows], buffer.type, self.program), buffer.type.dtype)
+        rest = needs_all(skip, cut(memory[skip.rows], self.order(buffer), self.program), buffer.type.dtype)
         return bounds.walk(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
 
     def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Any) -> None:
