@@ -58,6 +58,7 @@ class OpFlags(enum.IntFlag):
     IS_AFFINE = 1 << 34
     IS_NEAR_AFFINE = 1 << 35
     IS_BATCH_NORM = 1 << 36
+    IS_TRANSPOSE = 1 << 37
     # -- derived: the graph around it -----------------------------------------------------------------
     SAFE_NODE = 1 << 40
     ESCAPES = 1 << 41
@@ -101,7 +102,8 @@ PRIMITIVE_FLAGS: Mapping[str, OpFlags] = {
     "convert_element_type": _E | OpFlags.IS_CAST,
     "broadcast_in_dim": OpFlags.IS_BROADCAST,
     **dict.fromkeys(_names("slice split"), OpFlags.IS_SLICE),
-    **dict.fromkeys(_names("reshape transpose squeeze expand_dims"), OpFlags.IS_LAYOUT),
+    **dict.fromkeys(_names("reshape squeeze expand_dims"), OpFlags.IS_LAYOUT),
+    "transpose": OpFlags.IS_LAYOUT | OpFlags.IS_TRANSPOSE,
     "activation_grad": _E | OpFlags.IS_ACTIVATION_GRAD,
     **dict.fromkeys(_names("fused fused_tangent"), OpFlags.IS_FUSED),
     "dot_general": OpFlags.IS_GEMM_LIKE | OpFlags.HAS_PARAM,

@@ -61,7 +61,7 @@ class Node:
 
 
 # Plain integers: testing an enum's bits costs more than ten times as much.
-_IS_NOP, _HAS_EFFECT, _IS_LAYOUT = (int(f) for f in (OpFlags.IS_NOP, OpFlags.HAS_EFFECT, OpFlags.IS_LAYOUT))
+_IS_NOP, _HAS_EFFECT, _IS_TRANSPOSE = (int(f) for f in (OpFlags.IS_NOP, OpFlags.HAS_EFFECT, OpFlags.IS_TRANSPOSE))
 _SAFE, _ESCAPES, _CONTIGUOUS = (int(f) for f in (OpFlags.SAFE_NODE, OpFlags.ESCAPES, OpFlags.LAYOUT_CONTIG))
 
 NOP = Node("nop", OpFlags.IS_NOP, (), (), ())
@@ -188,7 +188,7 @@ class Graph:
         if node.outputs:
             aval = self.values[node.outputs[0]].aval
             bits |= flags.dtype_flags(getattr(aval, "dtype", None))
-            if not node.flags & _IS_LAYOUT:
+            if not node.flags & _IS_TRANSPOSE:
                 bits |= _CONTIGUOUS
         return bits
 

@@ -90,5 +90,6 @@ def padded(array: Any, axes: Axes, program: Program) -> Any:
 
 
 def cut(array: Any, axes: Axes, program: Program) -> Any:
+    """The elements of an array that `padded` brought to whole blocks, or that loops wrote as such."""
     sizes = [program.axis(a).size for a in axes]
     return array if list(array.shape) == sizes else array[tuple(slice(0, n) for n in sizes)]

@@ -189,7 +189,9 @@ class _Deriver(Planner):
         now: dict[int, str] = {}
         later: dict[int, str] = {}
         for v, buffer in targets.items():
-            fits = set(plan.loops) <= set(self.graph.values[v].axes) | self._over(v)
+            # A sum that is known is not taken here: it varies along none of the loops that it was taken over.
+            summed = set() if v in self.known else self._over(v)
+            fits = set(plan.loops) <= set(self.graph.values[v].axes) | summed
             if v in after or not fits:
                 later[v] = buffer
             elif v in partial and accumulator(self.graph.values[v].dtype) != self.graph.values[v].dtype:

@@ -23,7 +23,7 @@ from mcir._bounds import Bounds
 from mcir._layouts import Axes, cut, from_axes, layouts, padded, to_axes
 from mcir._tiles import Env, Scope, Tiles, flat
 from mcir.derive import Derived
-from mcir.ir import Axis, Buffer, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
+from mcir.ir import Axis, Compute, Load, OnlineReduction, Program, Store, Stream, Tile, Update
 from mcir.monoid import Moments
 from mcir.operations import empty_value, never, shifted_exp
 from mcir.visibility import block_visibility, needs_all
@@ -57,20 +57,21 @@ def lower_program(
       program: one that verifies.
       orders: buffer -> the order of its axes in memory, of those that do not have the order of their type.
     """
-    runs = [_Nest(program, nest, orders) for nest in program.nests]
+    axes = {b.name: orders.get(b.name, b.type.axes) for b in program.buffers}
+    runs = [_Nest(program, nest, axes) for nest in program.nests]
     skipping = any(isinstance(s, Stream) and s.skip is not None for _, s in program.statements())
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         memory: Env = {}
         for buffer, array in zip(program.role("input"), inputs, strict=True):
-            memory[buffer.name] = padded(array, orders.get(buffer.name, buffer.type.axes), program)
+            memory[buffer.name] = padded(array, axes[buffer.name], program)
         if skipping:
             arrays = [memory[b.name] for b in program.role("input")]
             finite = [_is_finite(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
             memory[_FINITE] = jnp.stack(finite).all() if finite else jnp.bool_(True)
         for nest in runs:
             nest(memory)
-        return tuple(cut(memory[b.name], orders.get(b.name, b.type.axes), program) for b in program.role("output"))
+        return tuple(cut(memory[b.name], axes[b.name], program) for b in program.role("output"))
 
     return run
 
@@ -84,9 +85,11 @@ def _is_finite(x: Any) -> Any:
 
 
 class _Nest(Tiles):
-    def __init__(self, program: Program, nest: Tile, orders: Mapping[str, Axes]):
+    """Attributes: order: buffer -> its axes as they lie in memory."""
+
+    def __init__(self, program: Program, nest: Tile, order: Mapping[str, Axes]):
         super().__init__(program, nest)
-        self.orders = orders
+        self.order = order
         self.loops = [self.axes[a] for a in nest.axes]
         stored = [s for s in flat(nest.body) if isinstance(s, Store)]
         self.stored = list(dict.fromkeys(s.buffer for s in stored))
@@ -94,7 +97,7 @@ class _Nest(Tiles):
     def __call__(self, memory: Env) -> None:
         for name in self.stored:
             buffer = self.program.buffer(name)
-            shape = [a.count * a.block for a in map(self.program.axis, self.order(buffer))]
+            shape = [a.count * a.block for a in map(self.program.axis, self.order[name])]
             memory[name] = jnp.full(shape, self._zero(memory).astype(buffer.type.dtype))
         counts = [a.count for a in self.loops]
 
@@ -140,14 +143,10 @@ class _Nest(Tiles):
         else:
             raise TypeError(f"{type(s).__name__} outside of a stream")
 
-    def order(self, buffer: Buffer) -> Axes:
-        """The axes of a buffer as they lie in memory."""
-        return self.orders.get(buffer.name, buffer.type.axes)
-
     def _load(self, array: Any, s: Load, position: Env) -> Any:
         if array.ndim != len(s.type.axes):
             return array
-        order = self.orders.get(s.buffer, s.type.axes)
+        order = self.order[s.buffer]
         sizes = [self.axes[a].block if a in position else self.axes[a].size for a in order]
         if list(array.shape) != sizes:
             array = jax.lax.dynamic_slice(array, self._starts(order, position), sizes)
@@ -159,7 +158,7 @@ class _Nest(Tiles):
 
     def _store(self, s: Store, scope: Scope, memory: Env) -> None:
         buffer, array = self.program.buffer(s.buffer), memory[s.buffer]
-        order = self.order(buffer)
+        order = self.order[s.buffer]
         starts = self._starts(order, scope.position)
         value = scope.values[s.value].astype(buffer.type.dtype)
         value = value.transpose([buffer.type.axes.index(a) for a in order])
@@ -227,7 +226,7 @@ class _Nest(Tiles):
             carry = jax.lax.fori_loop(jnp.where(rest, high, axis.count), axis.count, masked, carry)
             return jax.lax.fori_loop(0, jnp.where(rest, low, 0), masked, carry)
         buffer = self.program.buffer(skip.rows)
-        rest = needs_all(skip, cut(memory[skip.rows], self.order(buffer), self.program), buffer.type.dtype)
+        rest = needs_all(skip, cut(memory[skip.rows], self.order[skip.rows], self.program), buffer.type.dtype)
         return bounds.walk(jnp.where(rest, 0, low), jnp.where(rest, axis.count, high), body, carry)
 
     def _update(self, s: Update, reductions: Env, scope: Scope, before: Env, corrections: Any) -> None:

@@ -14,8 +14,10 @@ from aicf_jax.pattern import (
     MASK,
     NEAR_SOFTMAX,
     SCALE,
+    TRANSPOSE,
     NearMiss,
     Test,
+    opt,
     shared,
     star,
 )
@@ -24,6 +26,9 @@ from aicf_jax.pattern import (
 SCORES = star(ELEMENTWISE | LAYOUT | BROADCAST)
 #: Between the softmax and the value product: dropout, casts, layout.
 WEIGHTS = star(ELEMENTWISE | LAYOUT | BROADCAST)
+#: Behind the value product: the order of dimensions that the program wants is the one to write the result in. No other
+#: layout, since a reshape may split the axis of the queries.
+RESULT = opt(TRANSPOSE)
 
 #: Scores and weights that others use too: the chain is followed all the same, to say what stands in the way.
 _SHARED_SCORES = (shared(GEMM), star(shared(SCORES)))

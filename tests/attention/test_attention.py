@@ -388,3 +388,27 @@ def test_products_with_an_algorithm_for_both_operands():
         # weights, products and results are rounded to bfloat16 in both, some eight times
         close = jnp.abs(found.astype(jnp.float32) - want.astype(jnp.float32)) <= 8 * 2**-8 * jnp.abs(want).max()
         assert bool(close.all())
+
+
+@pytest.mark.parametrize("shape", [(2, HEADS, 1, 1), (1, HEADS, 1, 1), (2, 1, 1, 1), (2, HEADS, LENGTH, 1)], ids=str)
+def test_narrow_gradients_of_a_bias_that_is_summed_over_queries_and_keys(shape):
+    """Summed in float32 over both, then rounded once, beside gradients of other arrays that vary along one of them."""
+
+    def f(q, k, v, bias):
+        return values(scores(q, k) + bias, v)
+
+    q, k, v, bias = (x.astype("float16") for x in (Q, K, V, normal(3, *shape)))
+    op = next(x for x in aicf_jax.explain(f, q, k, v, bias).fusions if x.op == "attention")
+    assert "attention_grad" in op.backward
+
+    def gradients(g, *args):
+        return jax.jit(jax.grad(loss(g), (0, 1, 2, 3)))(*args)
+
+    policy = aicf_jax.Policy(on_failure="raise")
+    found = gradients(aicf_jax.fuse(f, policy=policy), q, k, v, bias)
+    exact = gradients(f, *(x.astype("float32") for x in (q, k, v, bias)))
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == "float16"
+        # Scores, weights, results and their gradients are each rounded to 11 bits; what is summed is as large as a
+        # result's gradient, so that a gradient that comes out near 0 keeps the error of its terms.
+        np.testing.assert_allclose(a.astype("float32"), b, rtol=0, atol=64 * 2**-11 * max(1.0, float(jnp.abs(b).max())))

@@ -34,14 +34,14 @@ def sizes(order):
     return tuple({"b": B, "s": S, "h": H, "d": D}[c] for c in order)
 
 
-def bound(order, rows=8, columns=8, **blocks):
+def bound(order, rows=8, columns=8):
     """The derived program with its tiles: of 8 positions, all else whole."""
     f, avals = attention(order), [jax.ShapeDtypeStruct(sizes(order), "float32")] * 3
     derived = derive_bound(f, *avals)
     program = derived.program
     q, k, _ = program.role("input")
     (row,), (column,) = set(q.type.axes) - set(k.type.axes), set(k.type.axes) - set(q.type.axes)
-    return f, dataclasses.replace(derived, program=program.with_blocks(**{row: rows, column: columns, **blocks}))
+    return f, dataclasses.replace(derived, program=program.with_blocks(**{row: rows, column: columns}))
 
 
 def transposed(derived, *arrays):
