@@ -32,13 +32,13 @@ class Region:
 def region(match: Match, context: Any) -> Region:
     """The operation a match stands for: its inputs in order of first use, one `Step` for each canonical node.
 
-    Where the backward is derived as a whole and says so (`Composite.apart`), an array that enters several products is
-    an input for each of them: its gradients have different rows, and jax adds them up.
+    Where the backward is derived as a whole and says so (`Composite.apart`), an array that enters several products, or
+    what was absorbed in front of them, is an input for each: its gradients have different rows, and jax adds them up.
     """
     graph, nodes = match.graph, match.all_nodes
     inside = {v for n in nodes for v in n.outputs}
     composite = match.pattern.rewrite.composite
-    apart = composite is not None and composite.apart
+    apart = _in_front_of_products(match) if composite is not None and composite.apart else frozenset()
     inputs: list[int] = []
     slots: dict[int, int] = {}
     operands_of: list[tuple[tuple[int, ...], list[int]]] = []
@@ -48,7 +48,7 @@ def region(match: Match, context: Any) -> Region:
         for v in operands:
             if v in inside:
                 found.append(-1)
-            elif v in slots and not (apart and n.flags & OpFlags.IS_GEMM_LIKE):
+            elif v in slots and apart.isdisjoint(n.outputs):
                 found.append(slots[v])
             else:
                 slots[v] = len(inputs)
@@ -76,6 +76,19 @@ def region(match: Match, context: Any) -> Region:
         pattern=match.pattern.name,
     )
     return Region(tuple(inputs), outputs, op)
+
+
+def _in_front_of_products(match: Match) -> frozenset[int]:
+    """Results of products, and of absorbed nodes that nothing in the operation uses but those."""
+    graph = match.graph
+    found = {v for n in match.nodes if n.flags & OpFlags.IS_GEMM_LIKE for v in n.outputs}
+    inside = {*match.positions, *match.absorbed}
+    for position in reversed([i for i in graph.order if i in match.absorbed]):
+        outputs = graph.nodes[position].outputs
+        users = {u for v in outputs for u in graph.users(v) if u in inside}
+        if all(not found.isdisjoint(graph.nodes[u].outputs) for u in users):
+            found.update(outputs)
+    return frozenset(found)
 
 
 def rewrite(graph: Graph, rewrites: Sequence[tuple[Match, Region, FusedOp]]) -> Graph:

@@ -39,8 +39,12 @@ class Nest(Finals):
             phase += 1
         for v, buffer in self.targets.items():
             if v not in waiting:
-                self.body.append(Store(buffer, self._outer_value(v), self._accumulates(v)))
+                self.body.append(Store(buffer, self._outer_value(v), self._adds_up(v)))
         return Tile(self.site.renamed(self.loops), (*self.prologue, *self.body))
+
+    def _adds_up(self, v: int) -> bool:
+        """Whether tiles store parts of a target: a sum over a loop, or a multiple of one."""
+        return not set(self.loops) <= set(self.graph.values[v].axes)
 
     def _solvable(self, forms: Forms, pending: set[int]) -> list[int]:
         """Reductions that can be done in this phase: each operand plain or of a form that fits, and so for its rows."""
@@ -85,7 +89,7 @@ class Nest(Finals):
             finals.append((r, state, found))
             updated.append((r, found))
         for v in ready:
-            self.inside.append(Store(self.targets[v], self._inner_value(v), self._accumulates(v)))
+            self.inside.append(Store(self.targets[v], self._inner_value(v), self._adds_up(v)))
         skip = self._skip(updated, ready) if phase == 0 else None
         if skip is not None:
             # Blocks that are left out keep the zero their buffer starts with.

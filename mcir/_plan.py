@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from mcir.graph import ComputationGraph
+from mcir._site import accumulator
+from mcir.graph import ComputationGraph, multiple_of
 
 #: A value that no input or result is as large as counts this many times its size: scores of 64 queries and keys before
 #: results of 64 queries and 128 features.
@@ -31,6 +32,14 @@ class Planner:
 
     def _over(self, v: int) -> set[str]:
         return set(self.graph.values[v].param("over", ()))
+
+    def _summed(self, v: int, loops: Collection[str]) -> set[str]:
+        """The loops that a value is summed over, itself or as a multiple of a sum in a type that sums are kept in."""
+        found = set() if v in self.known else self._over(v) & set(loops)
+        if found or v in self.known or accumulator(self.graph.values[v].dtype) != self.graph.values[v].dtype:
+            return found
+        w = multiple_of(self.graph, v)
+        return set() if w is None else self._summed(w, loops)
 
     def _argument(self, i: int) -> int:
         return int(self.graph.values[i].param("argument"))

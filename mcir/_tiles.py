@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mcir._picks import element, picks
+from mcir._site import accumulator
 from mcir.ir import Compute, Load, OnlineReduction, Program, Stream, Tile, Type
 from mcir.operations import POINTWISE, empty_value, random_bits, shifted_exp
 
@@ -163,10 +164,21 @@ class Tiles:
         turned = _is_turned(types, target, sizes)
         made = (*target.axes[:-2], *target.axes[:-3:-1]) if turned else target.axes
         formula = f"{terms[0]},{terms[1]}->{''.join(letters[a] for a in made)}"
+        out = self._product(formula, args, target.dtype, precision)
+        return jnp.swapaxes(out, -1, -2) if turned else out
+
+    def _product(self, formula: str, args: list[Any], dtype: str, precision: str | None) -> Any:
+        """Narrow operands are multiplied in float32, which is exact, and what a CPU does with most of them in any case.
+
+        Some it multiplies as they are, and XLA decides which before it moves transposes into products, after which it
+        may find that it cannot (jax 0.10 to 0.12: "Unsupported element type", when the program runs).
+        """
+        if all(accumulator(str(x.dtype)) != str(x.dtype) for x in args):
+            args = [x.astype(accumulator(str(x.dtype))) for x in args]
+            return jnp.einsum(formula, *args, preferred_element_type=accumulator(dtype)).astype(dtype)
         parts = () if precision is None else tuple(map(_precision, precision.split("/")))
         chosen: Any = parts if len(parts) > 1 else parts[0] if parts else None
-        out = jnp.einsum(formula, *args, precision=chosen, preferred_element_type=target.dtype)
-        return jnp.swapaxes(out, -1, -2) if turned else out
+        return jnp.einsum(formula, *args, precision=chosen, preferred_element_type=dtype)
 
     def _indices(self, name: str, scope: Scope) -> Any:
         start = scope.position[name] * self.axes[name].block if name in scope.position else 0

@@ -178,8 +178,9 @@ class _Deriver(Planner):
         plan = self._plan(set(targets))
         live = self._live(set(targets))
         partial = [v for v in live if self._over(v) & set(plan.loops) and v not in self.known]
-        after = self._depending(partial, live)
-        before = self._before(plan, live, after | set(partial))
+        multiples = {v for v in targets if v not in partial and self._summed(v, plan.loops)}
+        after = self._depending(partial, live) - multiples
+        before = self._before(plan, live, after | multiples | set(partial))
         if before:
             made = {v: self._buffer(self._temporary_name(v), "temporary", *self._type_of(v)) for v in before}
             self._lower(dict(made))
@@ -189,9 +190,7 @@ class _Deriver(Planner):
         now: dict[int, str] = {}
         later: dict[int, str] = {}
         for v, buffer in targets.items():
-            # A sum that is known is not taken here: it varies along none of the loops that it was taken over.
-            summed = set() if v in self.known else self._over(v)
-            fits = set(plan.loops) <= set(self.graph.values[v].axes) | summed
+            fits = set(plan.loops) <= set(self.graph.values[v].axes) | self._summed(v, plan.loops)
             if v in after or not fits:
                 later[v] = buffer
             elif v in partial and accumulator(self.graph.values[v].dtype) != self.graph.values[v].dtype:

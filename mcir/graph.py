@@ -70,6 +70,26 @@ def has_positions(graph: ComputationGraph, axis: str) -> bool:
     return any(axis in v.axes or axis in v.param("axes", ()) for v in graph.values if v.op in ("iota", "bits"))
 
 
+def multiple_of(graph: ComputationGraph, v: int) -> int | None:
+    """The value of the same type that v is a constant multiple of: w where v is ``c w`` or ``w / c``; else None."""
+    value = graph.values[v]
+    if value.op not in ("mul", "div"):
+        return None
+    rest = [k for k, a in enumerate(value.args) if not _is_number(graph, a)]
+    if len(rest) != 1 or (value.op == "div" and rest != [0]):
+        return None
+    w = value.args[rest[0]]
+    return w if graph.values[w].dtype == value.dtype else None
+
+
+def _is_number(graph: ComputationGraph, v: int) -> bool:
+    """Whether a value rests on constants alone."""
+    value = graph.values[v]
+    if value.op == "constant":
+        return True
+    return not value.axes and bool(value.args) and all(_is_number(graph, a) for a in value.args)
+
+
 def split(graph: ComputationGraph, axis: str, major: int) -> ComputationGraph:
     """The graph with one axis as two, the first of size `major`: blocks of the second take elements from everywhere.
 

@@ -82,8 +82,8 @@ def input_names(op: FusedOp) -> dict[int, str]:
 
 
 def _name(graph: Any, value: int, name: str, found: dict[int, str]) -> None:
-    """Names the input that an operand of a product is, if it is one."""
-    while graph.values[value].op == "convert_element_type":
-        value = graph.values[value].args[0]
+    """Names the input that an operand of a product is, if it is one, perhaps scaled."""
+    while graph.values[value].op in ("convert_element_type", "mul", "div"):
+        value = next((a for a in graph.values[value].args if graph.values[a].op != "constant"), value)
     if graph.values[value].op == "input":
         found.setdefault(int(graph.values[value].param("argument")), name)

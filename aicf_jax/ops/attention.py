@@ -25,8 +25,8 @@ from aicf_jax.errors import Refusal
 from aicf_jax.flags import OpFlags
 from aicf_jax.legality import refuse
 from aicf_jax.ops import _programs
-from aicf_jax.ops._absorb import absorb
 from aicf_jax.ops._attention_composition import cotangent, products, save, side_by_side
+from aicf_jax.ops._attention_operands import extend
 from aicf_jax.ops._attention_proof import input_names, prove
 from aicf_jax.ops._attention_variant import variant
 from aicf_jax.ops._semantic import Composite, FusedOp, SemanticOp
@@ -78,7 +78,7 @@ def _check(match: Match) -> Refusal | None:
 
 
 def _requirements(op: FusedOp) -> Mapping[str, Hashable]:
-    q, k = (op.in_avals[s] for s in op.steps[products(op)[0]].operands)
+    q, k = (v.aval for v in op.steps[products(op)[0]].body.invars)
     return {
         "operand_dtypes": (str(q.dtype), str(k.dtype)),
         "output_dtype": str(op.out_avals[0].dtype),
@@ -97,7 +97,7 @@ OP = SemanticOp(
     _requirements,
     _check,
     names=input_names,
-    extend=absorb,
+    extend=extend,
     prove=prove,
     composite=COMPOSITE,
     any_operands=True,

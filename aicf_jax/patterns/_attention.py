@@ -17,7 +17,6 @@ from aicf_jax.pattern import (
     TRANSPOSE,
     NearMiss,
     Test,
-    opt,
     shared,
     star,
 )
@@ -28,7 +27,7 @@ SCORES = star(ELEMENTWISE | LAYOUT | BROADCAST)
 WEIGHTS = star(ELEMENTWISE | LAYOUT | BROADCAST)
 #: Behind the value product: the order of dimensions that the program wants is the one to write the result in. No other
 #: layout, since a reshape may split the axis of the queries.
-RESULT = opt(TRANSPOSE)
+RESULT = star(TRANSPOSE)
 
 #: Scores and weights that others use too: the chain is followed all the same, to say what stands in the way.
 _SHARED_SCORES = (shared(GEMM), star(shared(SCORES)))

@@ -84,8 +84,8 @@ CAUSAL = {"lower": None, "upper": 0, "softcap": None}
 TAKEN = {
     "jax.nn": (jax_causal, (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
     "jax.nn, shared heads": (jax_causal, (Q, K, K), {**CAUSAL, "scale": 0.125}),
-    # Flax divides Q before.
-    "flax": (flax_causal, (Q, Q, Q), {**CAUSAL, "scale": 1.0}),
+    # Flax divides Q before, which is part of the operation.
+    "flax": (flax_causal, (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
     "nnx": (nnx_causal, (Q, Q, Q), CAUSAL),
     "by hand": (masked(tril), (Q, Q, Q), {**CAUSAL, "scale": 0.125}),
     "float16": (masked(tril), (struct(*Q.shape, dtype="float16"),) * 3, {**CAUSAL, "scale": 0.125}),
