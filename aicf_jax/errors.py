@@ -77,6 +77,7 @@ class Refusal:
       detail: one sentence for a person.
       expected, found: the two sides of the failed condition.
       site: ``file.py:line (function)`` of the user's operation.
+      kernel: the kernel that was turned down, empty where it is the pattern or where several were.
     """
 
     pattern: str
@@ -86,6 +87,7 @@ class Refusal:
     expected: str
     found: str
     site: str
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         if self.stage not in ("match", "legality", "select"):
@@ -94,6 +96,5 @@ class Refusal:
             raise ValueError("Refusal(code=...): expected a non-empty code, found ''")
 
     def __str__(self) -> str:
-        return (
-            f"{self.pattern}: {self.code} at {self.site} [{self.stage}]: expected {self.expected}, found {self.found}"
-        )
+        where = f"kernel {self.kernel} at {self.site}" if self.kernel else f"at {self.site}"
+        return f"{self.pattern}: {self.code} {where} [{self.stage}]: expected {self.expected}, found {self.found}"

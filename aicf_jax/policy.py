@@ -53,7 +53,7 @@ class Policy:
       deterministic: only kernels that give the same bits on every run.
       target: the machine kernels are chosen for, one of `TARGETS`; None means every platform a program may be lowered
         to gets its own choice. Kernels for some machines only are considered where the target names a machine, or is
-        None and the GPU at hand is one of them.
+        None and the GPU at hand is one of them; ``"gpu"`` and ``"cuda"`` name none, which is reported as a refusal.
       verify: run fused and unfused side by side and raise `VerificationError` where they disagree, naming the
         operation, its largest error, the bound and the source line. Inside ``jit``, ``grad``, ... the check runs with
         the compiled program, and jax reports it as a runtime error that ends with the same message. The reference is

@@ -87,12 +87,12 @@ def select(op: FusedOp, pattern: str) -> tuple[FusedOp, tuple[Refusal, ...]]:
 
 def _choose(op: FusedOp, pattern: str, platform: str) -> tuple[str, list[Refusal]]:
     """The best kernel for a platform: by measured time where it and the best so far have one, else by bytes."""
-    candidates = _candidates(op, platform)
+    candidates, refusals = _candidates(op, platform), _no_machine_named(op, pattern, platform)
     if not candidates:
-        return XLA, []
+        return XLA, refusals
     seconds = tuning.times(op, platform)
     best, best_cost = XLA, unfused_cost(op, platform)
-    requirements, refusals = op.requirements(), []
+    requirements = op.requirements()
     for kernel in candidates:
         refusal = refusal_of(kernel, op, pattern, requirements, platform)
         cost = kernel_cost(kernel, op, platform)
@@ -152,6 +152,20 @@ def _candidates(op: FusedOp, platform: str) -> list[Kernel]:
     ]
 
 
+def _no_machine_named(op: FusedOp, pattern: str, platform: str) -> list[Refusal]:
+    """One refusal for all kernels that are for some machines only, where a GPU was asked for without saying which."""
+    target = op.context.policy.target
+    if target is None or target not in GENERIC:
+        return []
+    of_op = (k for k in op.context.kernels if k.op == op.semantic.name and platform in k.platforms)
+    machines = sorted({machine for k in of_op if not k.is_for(target) for machine in k.targets or ()})
+    if not machines:
+        return []
+    detail = f"kernels for {op.semantic.name} on some machines only were not considered"
+    expected = f"a target that names the machine, one of {', '.join(machines)}"
+    return [Refusal(pattern, "select", "target", detail, expected, f"{target!r}, which names none", op.site)]
+
+
 def refusal_of(
     kernel: Kernel, op: FusedOp, pattern: str, requirements: Mapping[str, Hashable], platform: str | None = None
 ) -> Refusal | None:
@@ -163,7 +177,7 @@ def refusal_of(
 
     def refuse(code: str, expected: str, found: str) -> Refusal:
         detail = f"kernel {kernel.name} cannot take this {op.semantic.name}: {found}"
-        return Refusal(pattern, "select", code, detail, expected, found, op.site)
+        return Refusal(pattern, "select", code, detail, expected, found, op.site, kernel.name)
 
     if not kernel.is_for(policy.target):
         return refuse("target", f"one of the machines {', '.join(kernel.targets or ())}", str(policy.target))
@@ -196,11 +210,11 @@ def _slower(kernel: Kernel, op: FusedOp, pattern: str, cost: Ranked, best: str, 
     if cost.seconds is None or best_cost.seconds is None:
         detail = f"kernel {kernel.name} would move no fewer bytes than {best}"
         expected = f"fewer than {best_cost.moved_bytes} bytes, as {best} moves"
-        return Refusal(pattern, "select", "no_gain", detail, expected, str(cost.moved_bytes), op.site)
+        return Refusal(pattern, "select", "no_gain", detail, expected, str(cost.moved_bytes), op.site, kernel.name)
     detail = f"kernel {kernel.name} would take no less than {best} on the machine of the property map"
     expected = f"less than {units.text(best_cost.seconds, 's')} for {best_cost.moved_bytes} bytes, as {best} takes"
     found = f"{units.text(cost.seconds, 's')} for {cost.moved_bytes} bytes"
-    return Refusal(pattern, "select", "no_gain", detail, expected, found, op.site)
+    return Refusal(pattern, "select", "no_gain", detail, expected, found, op.site, kernel.name)
 
 
 def _measured_slower(kernel: Kernel, op: FusedOp, pattern: str, took: float, best: str, best_took: float) -> Refusal:
@@ -213,6 +227,7 @@ def _measured_slower(kernel: Kernel, op: FusedOp, pattern: str, took: float, bes
         f"less than {best_took * 1e3:.3f} ms, as {best} takes",
         f"{took * 1e3:.3f} ms",
         op.site,
+        kernel.name,
     )
 
 
@@ -233,7 +248,9 @@ def trial(kernel: Kernel, op: FusedOp, pattern: str) -> Refusal | None:
             raise FuseError(f"kernel {kernel.name} failed on {op!r}, at {op.site}: {found}") from error
         log.once(f"kernel {kernel.name} failed on {op!r}, which is left to other kernels: {found}")
         detail = f"kernel {kernel.name} failed while it was tried on this {op.semantic.name}"
-        return Refusal(pattern, "select", "kernel_failed", detail, "a kernel that can be traced", found, op.site)
+        return Refusal(
+            pattern, "select", "kernel_failed", detail, "a kernel that can be traced", found, op.site, kernel.name
+        )
     return None
 
 

@@ -351,3 +351,24 @@ def test_a_kernel_that_returns_an_array_and_no_tuple_is_refused():
     assert (
         refusal.code == "kernel_failed" and "expected a tuple with one array for each of 1 result(s)" in refusal.found
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 2048, 2, 32), (1, 2000, 2, 80), (2, 1500, 3, 4)], ids=str)
+def test_narrow_attention_runs_with_the_tiles_it_gets(shape, dtype):
+    """XLA's CPU compiler gave up on some products of bfloat16 when the program ran, by the sizes of their tiles."""
+    q, k, v = (jnp.asarray(np.random.default_rng(n).normal(size=shape), dtype) for n in range(3))
+
+    def loss(f):
+        return lambda *a: jnp.sum(jnp.sin(f(*a).astype(jnp.float32)))
+
+    (fusion,) = aicf_jax.explain(nn.dot_product_attention, q, k, v).fusions
+    assert fusion.kernel == "streamed_attention"
+    policy = aicf_jax.Policy(on_failure="raise")
+    found = jax.jit(jax.grad(loss(fuse(nn.dot_product_attention, policy=policy)), (0, 1, 2)))(q, k, v)
+    exact = jax.jit(jax.grad(loss(nn.dot_product_attention), (0, 1, 2)))(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == dtype
+        # scores, weights, results and their gradients are each rounded to the type
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=16 * eps * float(jnp.abs(b).max()))

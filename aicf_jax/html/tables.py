@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aicf_jax.errors import Refusal
-from aicf_jax.html.markup import Markup, bytes_text, place, plural, tag
+from aicf_jax.html.markup import Markup, bytes_text, join, place, plural, tag
 
 if TYPE_CHECKING:
     from aicf_jax.report import Fusion, Report
@@ -42,14 +42,14 @@ def fusions(report: Report) -> Markup:
 
 def refusals(report: Report) -> Markup:
     """One row for all equal refusals."""
-    head = ("code", "pattern", "expected", "found", "stage", "source line")
+    head = ("code", "pattern, kernel", "expected", "found", "stage", "source line")
     counted: dict[Refusal, int] = {}
     for r in report.refusals:
         counted[r] = counted.get(r, 0) + 1
     rows: list[Sequence[Cell]] = [
         (
             (tag("div", tag("span", r.code, class_="word"), _times(n)), {}),
-            (r.pattern, {"class_": "word"}),
+            (join(tag("div", r.pattern), tag("div", r.kernel) if r.kernel else None), {"class_": "word"}),
             (r.expected, {}),
             (r.found, {}),
             (r.stage, {}),

@@ -226,7 +226,8 @@ HOPPER = kernel("hopper", platforms=("cuda",), targets=("h100", "h200"))
         ("h100", "hopper", []),
         ("a100", "xla", ["target"]),
         ("b200", "xla", ["target"]),
-        ("gpu", "xla", []),  # no machine named and no GPU here: nobody asked for Hopper
+        ("gpu", "xla", ["target"]),
+        # Nobody asked for Hopper, and no GPU is here.
         (None, "xla", []),
         ("cpu", "xla", []),
     ],
@@ -238,7 +239,10 @@ def test_a_kernel_for_some_machines_needs_one_of_them(target, chosen, codes):
     assert [r.code for r in report.refusals] == codes
     if codes:
         (refusal,) = report.refusals
-        assert (refusal.expected, refusal.found) == ("one of the machines h100, h200", target)
+        named = {"gpu": ("a target that names the machine, one of h100, h200", "'gpu', which names none", "")}
+        told = named.get(target, ("one of the machines h100, h200", target, "hopper"))
+        assert (refusal.expected, refusal.found, refusal.kernel) == told
+        assert f"kernel {refusal.kernel} at" in str(refusal) or not refusal.kernel
 
 
 def test_a_machine_of_another_platform_is_refused():
