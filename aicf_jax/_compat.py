@@ -27,6 +27,9 @@ from jax.extend import core as jex
 #: Inner jit is called ``pjit`` in one release and ``jit`` in the next.
 JIT_NAMES = frozenset({"jit", "pjit"})
 
+#: Whether XLA's CPU compiler makes one kernel of two products around a softmax. It does before, which is slower there.
+XLA_FUSES_ATTENTION = jax.__version_info__ >= (0, 11)
+
 Jaxpr = jex.Jaxpr
 Equation = jex.JaxprEqn
 Literal = jex.Literal

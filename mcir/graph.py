@@ -71,9 +71,12 @@ def has_positions(graph: ComputationGraph, axis: str) -> bool:
 
 
 def multiple_of(graph: ComputationGraph, v: int) -> int | None:
-    """The value of the same type that v is a constant multiple of: w where v is ``c w`` or ``w / c``; else None."""
+    """The value of the same type that v is a constant multiple of: w where v is ``c w`` or ``w / c``; else None.
+
+    Of floats: the quotient of an integer is rounded, and a sum of quotients is another number than that of the sum.
+    """
     value = graph.values[v]
-    if value.op not in ("mul", "div"):
+    if value.op not in ("mul", "div") or "float" not in value.dtype:
         return None
     rest = [k for k, a in enumerate(value.args) if not _is_number(graph, a)]
     if len(rest) != 1 or (value.op == "div" and rest != [0]):

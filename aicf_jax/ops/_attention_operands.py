@@ -36,7 +36,8 @@ def extend(match: Match) -> Match:
     taken = set(match.absorbed)
     products = [n for n in match.nodes if n.flags & _PRODUCT]
     for node, passed in zip(products, (_SCALE | _TRANSPOSE, _TRANSPOSE), strict=True):
-        for v in node.inputs:
+        # What is both operands has rows and columns of the scores: two arrays, as the backward has it.
+        for v in (v for v in node.inputs if node.inputs.count(v) == 1):
             taken |= _before(graph, v, passed)
     taken -= set(match.positions)
     return dataclasses.replace(match, absorbed=tuple(sorted(taken)))

@@ -51,6 +51,11 @@ def turned_and_returned(q, k, v):
     return jax.nn.softmax(q.transpose(HEADS_FIRST) @ turned.swapaxes(-1, -2)) @ v.transpose(HEADS_FIRST), turned
 
 
+def both_operands(q, k, v):
+    x = q * 0.5
+    return attention(x, x, v)
+
+
 #: With the operations that are left outside, in the order of the program.
 LEFT = {
     # 37 positions of rows that are hidden times something infinite would be NaN, where loops leave them out.
@@ -62,6 +67,7 @@ LEFT = {
     "a learned number": (lambda q, k, v: attention(q * V[0, 0, 0, 0], k, v), ["mul"]),
     "one for each head": (lambda q, k, v: attention(q * jnp.array([0.5, 0.25, 0.125])[:, None], k, v), ["mul"]),
     "values": (lambda q, k, v: attention(q, k, v * 0.5), ["mul"]),
+    "queries and keys at once": (both_operands, ["mul"]),
     "used elsewhere": (lambda q, k, v: (attention(x := q * 0.5, k, v), x), ["mul"]),
     "transposed and used elsewhere": (turned_and_returned, ["transpose"]),
     "shifted": (lambda q, k, v: attention((q + 1) * 0.5, k, v), ["add"]),

@@ -116,3 +116,17 @@ def test_reductions_over_tiled_axes(function):
     derived, expected = derive_bound(function, x), jax.tree.leaves(jax.jit(function)(x))
     for a, b in zip(jax.jit(mcir.lower(blocked(derived, 3)))(x), expected, strict=True):
         close(a, b, ROUNDOFF["float32"] * 49)
+
+
+def test_quotients_of_integer_sums_are_those_of_the_whole_sum():
+    """Multiples of float sums are added up tile by tile; an integer's quotient is rounded, each part's would be."""
+
+    def f(x, y):
+        p = x @ y
+        return jax.lax.div(jnp.sum(p, 0), jnp.int32(7)), jnp.sum(p, 1) * 3
+
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.integers(-9, 9, shape), jnp.int32) for shape in ((29, 4), (4, 23)))
+    for block in (3, 8):
+        for found, want in zip(mcir.lower(blocked(derive_bound(f, x, y), block))(x, y), f(x, y), strict=True):
+            np.testing.assert_array_equal(found, want)
