@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,10 @@ def _quotient(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
+def _root(a: float) -> float | None:
+    return math.sqrt(a) if a >= 0 else None
+
+
 _LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", *SAME_VALUE)
 #: What `number` computes: jax counts the elements of a mean, and tests the count, in equations.
 _FOLDED: dict[str, Callable[..., Any]] = {
@@ -72,6 +77,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
     "div": _quotient,
+    "sqrt": _root,
     "neg": operator.neg,
     "max": max,
     "gt": operator.gt,

@@ -26,14 +26,14 @@ def absorb(match: Match) -> Match:
         for v in node.inputs:
             if v in inside or node.flags & _IS_GEMM:
                 continue
-            found, leaves = _behind(graph, v)
+            found, leaves = behind(graph, v)
             if found and sum(_size(graph, leaf) for leaf in leaves) < _size(graph, v):
                 taken |= found
     taken -= set(match.positions)
     return dataclasses.replace(match, absorbed=tuple(sorted(taken))) if taken else match
 
 
-def _behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
+def behind(graph: Graph, vid: int) -> tuple[set[int], set[int]]:
     """Nodes that compute a value pointwise or by position, and the values those start from."""
     nodes: set[int] = set()
     leaves: set[int] = set()

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
 
 from aicf_jax.flags import OpFlags
 from aicf_jax.graph import Graph, Node
-from aicf_jax.ops._absorb import absorb
+from aicf_jax.normalize._constants import number
+from aicf_jax.ops._absorb import absorb, behind
 from aicf_jax.pattern import Match
 
 _PRODUCT, _SCALE, _TRANSPOSE, _SAFE = (
     int(f) for f in (OpFlags.IS_GEMM_LIKE, OpFlags.IS_SCALE, OpFlags.IS_TRANSPOSE, OpFlags.SAFE_NODE)
 )
-
-#: What scales are computed with.
-_ARITHMETIC: Mapping[str, Callable[..., float]] = {
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "div": lambda x, y: x / y,
-    "mul": lambda x, y: x * y,
-    "pow": math.pow,
-    "convert_element_type": float,
-}
 
 
 def extend(match: Match) -> Match:
@@ -48,45 +38,30 @@ def _before(graph: Graph, v: int, passed: int) -> set[int]:
     taken: set[int] = set()
     while (p := int(graph.producer[v])) >= 0 and graph.flag_list[p] & passed and graph.flag_list[p] & _SAFE:
         node = graph.nodes[p]
-        found = (node.inputs[0], set[int]()) if node.flags & _TRANSPOSE else _scaled(graph, node)
-        if found is None:
+        if node.flags & _TRANSPOSE:
+            taken, v = taken | {p}, node.inputs[0]
+        elif (found := _shrunk(graph, node)) is not None:
+            (v, factor) = found
+            taken |= {p, *behind(graph, factor)[0]}
+        else:
             break
-        v, numbers = found
-        taken |= {p, *numbers}
     return taken
 
 
-def _scaled(graph: Graph, node: Node) -> tuple[int, set[int]] | None:
-    """``(x, nodes of the number)`` of x times a positive number that makes nothing infinite; None for anything else.
+def _shrunk(graph: Graph, node: Node) -> tuple[int, int] | None:
+    """``(x, c)`` of x times or by a positive number c that makes nothing larger; None for anything else.
 
     Loops leave hidden blocks out where all arguments are finite: what they compute of them has to be finite then too.
     """
-    for k in range(len(node.inputs) if len(node.inputs) == 2 else 0):
-        x, v = node.inputs[k], node.inputs[1 - k]
-        numbers: set[int] = set()
-        number = None if graph.values[v].aval.shape else _number(graph, v, numbers)
-        if number is None or not _shrinks(node.op, number, is_left=k == 0):
-            continue
-        return x, numbers
-    return None
-
-
-def _shrinks(op: str, number: float, is_left: bool) -> bool:
-    return (op == "mul" and 0 < number <= 1) or (op == "div" and is_left and 1 <= number < math.inf)
-
-
-def _number(graph: Graph, v: int, nodes: set[int]) -> float | None:
-    """What a value is, where it is arithmetic on literals; the nodes that compute it are added to `nodes`."""
-    if (literal := graph.literal(v)) is not None:
-        return float(literal)
-    position = int(graph.producer[v])
-    if position < 0 or (how := _ARITHMETIC.get(graph.nodes[position].op)) is None:
+    if node.op not in ("mul", "div") or len(node.inputs) != 2:
         return None
-    operands = [_number(graph, w, nodes) for w in graph.nodes[position].inputs]
-    if None in operands:
+    x, c = node.inputs
+    known = number(graph, c)
+    if known is None and node.op == "mul":
+        x, c = c, x
+        known = number(graph, c)
+    if known is None:
         return None
-    nodes.add(position)
-    try:
-        return float(how(*operands))
-    except (ArithmeticError, ValueError):
-        return None
+    factor, _ = known
+    shrinks = 0 < factor <= 1 if node.op == "mul" else 1 <= factor < math.inf
+    return (x, c) if shrinks else None

@@ -9,6 +9,7 @@ from aicf_jax.errors import Refusal
 from aicf_jax.ops import _programs
 from aicf_jax.ops._attention_composition import keys_dimension, region_graph, softmax_step
 from aicf_jax.ops._semantic import FusedOp
+from mcir.graph import multiple_of
 
 
 def prove(op: FusedOp) -> Refusal | None:
@@ -81,9 +82,15 @@ def input_names(op: FusedOp) -> dict[int, str]:
     return found
 
 
+def _before(graph: Any, value: int) -> int | None:
+    """What a value is in another type, or scaled."""
+    is_cast = graph.values[value].op == "convert_element_type"
+    return graph.values[value].args[0] if is_cast else multiple_of(graph, value)
+
+
 def _name(graph: Any, value: int, name: str, found: dict[int, str]) -> None:
     """Names the input that an operand of a product is, if it is one, perhaps scaled."""
-    while graph.values[value].op in ("convert_element_type", "mul", "div"):
-        value = next((a for a in graph.values[value].args if graph.values[a].op != "constant"), value)
+    while (before := _before(graph, value)) is not None:
+        value = before
     if graph.values[value].op == "input":
         found.setdefault(int(graph.values[value].param("argument")), name)

@@ -20,6 +20,11 @@ _AROUND = frozenset(
     ("mul", "div", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
     + ("sqrt", "rsqrt", "pow")
 )
+#: What the softmax may be written with. It knows no choices, as that of a maximum that is not finite (logsumexp).
+_SOFTMAX = frozenset(
+    ("reduce_max", "max", "sub", "exp", "exp2", "log", "reduce_sum", "mul", "div", "stop_gradient")
+    + ("convert_element_type", "broadcast_in_dim", "reshape", "expand_dims", "squeeze")
+)
 _DTYPES = ("float32", "bfloat16")
 
 #: Fewer scores, or as many of one head, are written to memory.
@@ -34,11 +39,14 @@ _VALUES = ((((1,), (3,)), ((0, 2), (0, 1))), (((3,), (1,)), ((0, 1), (0, 2))))
 
 @memo()
 def is_one_kernel_of_xla(op: FusedOp) -> bool:
+    """Whether the equations of an operation are such attention, as they are written."""
     if not _compat.XLA_FUSES_ATTENTION or op.blob["keep"] != "all" or op.blob["permutation"] or op.blob["axis"] != -1:
         return False
     first, second = products(op)
     softmax, step = softmax_step(op)
     n, scores, values = len(op.in_avals), op.steps[first], op.steps[second]
+    if any(eqn.primitive.name not in _SOFTMAX for eqn in step.body.eqns):
+        return False
     if any(not _is_around(s) for k, s in enumerate(op.steps) if k not in (first, second, softmax)):
         return False
     shape = scores.body.outvars[0].aval.shape

@@ -33,6 +33,12 @@ def masked(q, k, v):
     return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((S, S), bool)), x, -jnp.inf)) @ v
 
 
+def by_logsumexp(q, k, v):
+    """It chooses 0 in place of a maximum that is not finite."""
+    x = q @ k.swapaxes(-1, -2)
+    return jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True)) @ v
+
+
 #: Whether it is one kernel of XLA's.
 CASES = {
     "plain": (plain, True),
@@ -48,6 +54,8 @@ CASES = {
     ),
     "capped": (lambda q, k, v: jax.nn.softmax(jnp.tanh(q @ k.swapaxes(-1, -2))) @ v, False),
     "weights of the keys": (lambda q, k, v: jax.nn.softmax(k @ q.swapaxes(-1, -2), -2).swapaxes(-1, -2) @ v, False),
+    "logsumexp": (by_logsumexp, False),
+    "log-softmax": (lambda q, k, v: jnp.exp(jax.nn.log_softmax(q @ k.swapaxes(-1, -2))) @ v, True),
     "values first": (lambda q, k, v: jnp.einsum("bhij,bhjd->bihd", jax.nn.softmax(q @ k.swapaxes(-1, -2)), v), False),
     "heads behind positions": (linen.dot_product_attention, True),
     "one batch": (lambda q, k, v: linen.dot_product_attention(q[:1], k[:1], v[:1]), False),
